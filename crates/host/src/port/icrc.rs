@@ -1,8 +1,8 @@
-//! The invariant CRC of packets that come in.
+//! The invariant CRC of incoming packets.
 //!
-//! It covers the IPv4 Identification, which a UDP socket does not show. The CRC is linear, so the changes that
-//! Identifications make form a 16-dimensional space that is computed once for each length: a packet is taken if *some*
-//! Identification makes its ICRC right. 16 of the 32 bits still count so.
+//! It covers the IPv4 Identification, which a UDP socket does not show. The CRC is linear, so the changes caused by
+//! different Identifications form a 16-dimensional space, which is computed once for each length. A packet is accepted
+//! if *some* Identification makes its ICRC correct. This way 16 of the 32 bits are still checked.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,8 @@ use unirdma_formats::wire::{Envelope, ICRC_BYTES, icrc};
 pub(super) struct Checker(HashMap<usize, IdSpace>);
 
 impl Checker {
-    /// The body of a packet whose ICRC is right, `e` having the Identification that it has if this port sent it.
+    /// The body of a packet with a correct ICRC. `e` has the Identification that the packet has if a port like this one
+    /// sent it.
     pub fn open<'a>(&mut self, e: &Envelope, packet: &'a [u8]) -> Option<&'a [u8]> {
         let (body, wrong) = split(e, packet)?;
         if wrong == 0 {
@@ -27,18 +28,18 @@ impl Checker {
     }
 }
 
-/// The body of a packet whose ICRC is right.
+/// The body of a packet with a correct ICRC.
 pub(super) fn open<'a>(e: &Envelope, packet: &'a [u8]) -> Option<&'a [u8]> {
     split(e, packet).filter(|s| s.1 == 0).map(|s| s.0)
 }
 
-/// A packet's body, and what is wrong with its ICRC.
+/// A packet's body, and the difference between its ICRC and the correct one.
 fn split<'a>(e: &Envelope, packet: &'a [u8]) -> Option<(&'a [u8], u32)> {
     let (body, crc) = packet.split_last_chunk::<ICRC_BYTES>()?;
     Some((body, icrc(e, body) ^ u32::from_le_bytes(*crc)))
 }
 
-/// The changes of a packet's ICRC that changes of the IPv4 Identification make: a linear space over bits, as a basis
+/// The changes of a packet's ICRC that changes of the IPv4 Identification cause: a linear space over bits, as a basis
 /// with distinct leading bits.
 struct IdSpace([u32; 32]);
 

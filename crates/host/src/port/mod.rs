@@ -1,11 +1,12 @@
-//! The port: RoCEv2 packets in UDP sockets, many to a system call.
+//! The port: RoCEv2 packets over UDP sockets, many in one system call.
 //!
-//! Sending joins packets of one size and path into one buffer that the kernel cuts (UDP_SEGMENT); receiving takes what
-//! it has joined (UDP_GRO). The invariant CRC is sealed and checked here, since it covers the IP header.
+//! For sending, packets of one size and path are joined into one buffer that the kernel splits (UDP_SEGMENT); for
+//! receiving, the kernel joins packets (UDP_GRO). The invariant CRC is made and checked here, since it covers the IP
+//! header.
 //!
-//! The ICRC covers the IPv4 Identification, which a UDP socket does not show. Packets that this port sends have the
-//! number of their segment. Of any other packet [`UdpPort`] checks that *some* Identification makes the ICRC right (`icrc`);
-//! [`PacketPort`] sees the IP header, and checks it as it is.
+//! The ICRC covers the IPv4 Identification, which a UDP socket does not show. In packets from this port, the
+//! Identification is the number of the segment. For any other packet, [`UdpPort`] checks that *some* Identification
+//! makes the ICRC correct (`icrc`). [`PacketPort`] sees the IP header and checks the ICRC exactly.
 
 mod icrc;
 pub(crate) mod open;
@@ -22,23 +23,23 @@ use crate::seal::Opened;
 pub(crate) use packet::PacketPort;
 pub(crate) use udp::UdpPort;
 
-/// What carries packets to other hosts and back.
+/// Transport of packets to and from other hosts.
 pub(crate) trait Port: Send {
-    /// Seals and sends packets from the front of `tx`, as many as the network takes now.
+    /// Seals and sends packets from the front of `tx`, until the network accepts no more.
     fn send(&mut self, tx: &mut Tx);
-    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`; a bounded number.
+    /// Hands a bounded number of incoming packets to `f`, after checking and removing the ICRC. True if there were any.
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool;
-    /// From now on packets to these IP multicast groups come in by these sockets.
+    /// Adds sockets by which packets to IP multicast groups arrive.
     fn join(&mut self, sockets: Vec<(IpAddr, OwnedFd)>);
-    /// From now on packets to other IP multicast groups than these do not come in.
+    /// Stops receiving packets to IP multicast groups other than these.
     fn leave_others(&mut self, groups: &[IpAddr]);
-    /// What becomes readable when a packet comes in.
+    /// Descriptors that become readable when a packet arrives.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Totals since the start.
     fn counters(&self) -> PortCounters;
 }
 
-/// Hands on what came of a packet.
+/// Handles the outcome of opening a packet.
 fn take(opened: Opened<'_>, arrival: Arrival, icrc_errors: &mut u64, f: &mut dyn FnMut(Arrival, &[u8])) {
     match opened {
         Opened::Sealed(source, body) => f(Arrival { source, sealed: true, ..arrival }, body),
@@ -48,7 +49,7 @@ fn take(opened: Opened<'_>, arrival: Arrival, icrc_errors: &mut u64, f: &mut dyn
     }
 }
 
-/// What a port has done.
+/// Counters of a port.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PortCounters {
     /// Packets sent.
@@ -79,7 +80,7 @@ mod tests {
     use std::sync::Arc;
     use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS};
 
-    /// A port that has an address for itself.
+    /// A port that has all sockets of an address.
     pub fn alone(addr: IpAddr) -> UdpPort {
         let mut port = UdpPort::new(FIRST_SOURCE_PORT, true, Seals::new(Arc::default(), "default"));
         port.add(addr, open::share(open::Kind::Roce, addr, open::Options::default()).unwrap());

@@ -1,5 +1,5 @@
-//! The sockets of the port and of the tunnel, as the supervisor makes them. Workers get them ready for use: a worker changes no option of a
-//! socket.
+//! The sockets of the port and of the tunnel, which the supervisor makes. Workers get them ready for use, and change no
+//! socket options.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
@@ -15,12 +15,12 @@ use super::socket::{ECN_CAPABLE, SOL_UDP, enlarge_buffers, set};
 use crate::network::interface_index;
 use crate::steer::{self, Instruction, Table};
 
-/// What every socket of a virtual layer has.
+/// Options of every socket of a virtual layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Options {
-    /// What the kernel marks packets with.
+    /// The mark of the sockets' packets.
     pub mark: Option<u32>,
-    /// IPv4 packets come by packet sockets: the UDP sockets only hold their port.
+    /// IPv4 packets are received by packet sockets: the UDP sockets only hold their port.
     pub full_icrc: bool,
 }
 
@@ -57,34 +57,35 @@ impl Kind {
     }
 }
 
-/// Takes a port of an address, which nobody else has, for sockets that share it. Nothing comes in by this one.
+/// Claims a port of an address, which no other socket may have, for sockets that share it. This socket receives
+/// nothing.
 ///
 /// # Errors
-/// One line: which address, and why.
+/// One line: the address and the reason.
 pub(crate) fn claim(kind: Kind, addr: IpAddr) -> io::Result<UdpSocket> {
     let udp = UdpSocket::bind(SocketAddr::new(addr, kind.port())).map_err(|e| kind.failed(addr, &e))?;
-    // Only now: another virtual layer of the same user could share the port otherwise.
+    // Set only after the bind: otherwise another virtual layer of the same user could share the port.
     sockopt::set_socket_reuseport(&udp, true)?;
     prepare(&udp, kind, addr)?;
     steer::attach(&udp, libc::SO_ATTACH_FILTER, &[steer::end(0)])?;
     Ok(udp)
 }
 
-/// A further socket of a port that this host has claimed.
+/// Another socket of a port that this host has claimed.
 ///
 /// # Errors
-/// Those of sockets, and one line if somebody has the port.
+/// Errors of sockets, or one line if another process has the port.
 pub(crate) fn share(kind: Kind, addr: IpAddr, o: Options) -> io::Result<UdpSocket> {
     let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let fd = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
     sockopt::set_socket_reuseport(&fd, true)?;
-    // Before the socket has its port, so that it gets no packet without them.
+    // Before the socket gets its port, so that no packet arrives without these options.
     let udp = UdpSocket::from(fd);
     prepare(&udp, kind, addr)?;
     o.mark.map_or(Ok(()), |m| mark(&udp, m))?;
     if kind == Kind::Roce && addr.is_ipv4() && o.full_icrc {
-        // What comes in comes by a packet socket. This socket takes packets one by one, so that the kernel joins none: it does not
-        // keep the Identification of each.
+        // Packets arrive by a packet socket. This socket must not enable GRO: if the kernel joined packets, it would
+        // not keep the Identification of each.
         set(&udp, SOL_UDP, libc::UDP_GRO, 0);
         steer::attach(&udp, libc::SO_ATTACH_FILTER, &[steer::end(0)])?;
     }
@@ -99,17 +100,17 @@ fn prepare(udp: &UdpSocket, kind: Kind, addr: IpAddr) -> io::Result<()> {
             enlarge_buffers(udp);
             return Ok(());
         }
-        // What this host's own vRNICs send to each other does not go through the network.
+        // Packets between vRNICs of this host do not go through the network.
         (_, IpAddr::V4(_)) => _ = udp.set_multicast_loop_v4(false),
         (_, IpAddr::V6(_)) => _ = udp.set_multicast_loop_v6(false),
     }
     receiving(udp, addr)
 }
 
-/// A socket that sends from its port, and receives nothing: peers send to port 4791.
+/// A socket that sends from its port and receives nothing: peers send to port 4791.
 ///
 /// # Errors
-/// Those of sockets: somebody else has the port.
+/// Errors of sockets: another process has the port.
 pub(crate) fn flow(from: SocketAddr, o: Options) -> io::Result<UdpSocket> {
     let udp = UdpSocket::bind(from)?;
     steer::attach(&udp, libc::SO_ATTACH_FILTER, &[steer::end(0)])?;
@@ -122,11 +123,11 @@ pub(crate) fn flow(from: SocketAddr, o: Options) -> io::Result<UdpSocket> {
 /// A socket for packets to an IP multicast group, on the interfaces of these addresses.
 ///
 /// # Errors
-/// Those of sockets.
+/// Errors of sockets.
 pub(crate) fn multicast(group: IpAddr, addresses: &[IpAddr]) -> io::Result<UdpSocket> {
     let family = if group.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let fd = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    // Other workers, and other virtual layers of this host, may listen to the same group.
+    // Other workers, and other virtual layers of this host, may receive from the same group.
     sockopt::set_socket_reuseaddr(&fd, true)?;
     rustix::net::bind(&fd, &SocketAddr::new(group, ROCE_PORT))?;
     let udp = UdpSocket::from(fd);
@@ -141,28 +142,29 @@ pub(crate) fn multicast(group: IpAddr, addresses: &[IpAddr]) -> io::Result<UdpSo
     Ok(udp)
 }
 
-/// Takes a socket out of those that share its port, at once and whoever else has it open: it is bound to an interface that does not
-/// exist. Its place is the last one's then (`reuseport_detach_sock` of the kernel), as if it had been closed by all.
+/// Removes a socket at once from the sockets that share its port, even if other processes have it open: binds it to an
+/// interface that does not exist. The last socket takes its place then (`reuseport_detach_sock` of the kernel), as if
+/// all processes had closed it.
 pub(crate) fn depart(udp: &UdpSocket) {
     const SO_BINDTOIFINDEX: i32 = 62;
     set(udp, libc::SOL_SOCKET, SO_BINDTOIFINDEX, i32::MAX);
 }
 
-/// From now on nobody changes what the kernel lets in by this socket, nor, through this socket, the steering of its port.
+/// Locks the filter of this socket, and keeps anybody from changing the steering of its port through this socket.
 ///
 /// # Errors
-/// Those of SO_LOCK_FILTER.
+/// Errors of SO_LOCK_FILTER.
 pub(crate) fn lock_filter(fd: &impl AsFd) -> io::Result<()> {
     let done = set(fd, libc::SOL_SOCKET, libc::SO_LOCK_FILTER, 1);
     if done { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Options of every socket of RoCEv2.
+/// Options of every RoCEv2 socket.
 fn configure(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
     udp.set_nonblocking(true)?;
     enlarge_buffers(udp);
-    // DF, so that the Identification is that of the segment, and nothing is cut on the way. The network may mark packets
-    // instead of dropping them; a kernel that cannot say so costs congestion control only.
+    // DF is set, so that the Identification equals the segment's number and packets are not fragmented. The network may
+    // mark packets instead of dropping them; on a kernel that cannot set this, only congestion control is missing.
     let (df, _) = match addr {
         IpAddr::V4(_) => (
             set(udp, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
@@ -176,8 +178,8 @@ fn configure(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
     if df { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Options of a socket that also receives: it shows marks, and takes packets joined. Over IPv6 too, devices send no UDP checksum
-/// (annex A17).
+/// Options of a socket that also receives: it reports congestion marks and joins packets. Over IPv6, too, devices send
+/// no UDP checksum (annex A17).
 fn receiving(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
     configure(udp, addr)?;
     let _ = match addr {
@@ -195,10 +197,11 @@ fn receiving(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
     Ok(())
 }
 
-/// A packet socket on the interface of an address that lets in what its filter says; at first that is `program`.
+/// A packet socket on the interface of an address. It receives packets that its filter accepts, which is `program` at
+/// first.
 ///
 /// # Errors
-/// One line that says what is wrong and what to do.
+/// One line: the problem and its remedy.
 pub(crate) fn packets(addr: Ipv4Addr, program: &[Instruction]) -> io::Result<OwnedFd> {
     bind_packets(addr, program).map_err(|e| {
         let text = format!("--full-icrc takes packet sockets ({e}): run as root, or with CAP_NET_RAW");
@@ -207,36 +210,36 @@ pub(crate) fn packets(addr: Ipv4Addr, program: &[Instruction]) -> io::Result<Own
 }
 
 fn bind_packets(addr: Ipv4Addr, program: &[Instruction]) -> io::Result<OwnedFd> {
-    // Until it is bound to a protocol, below, it receives nothing.
+    // The socket receives nothing until it is bound to a protocol below.
     // SAFETY: no memory is passed.
     let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call has just made it.
+    // SAFETY: the descriptor was just made.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     enlarge_buffers(&fd);
     steer::attach(&fd, libc::SO_ATTACH_FILTER, program)?;
-    // A packet that was not cut yet, since it never left this machine, comes whole: the first option says how it is to be cut,
-    // the second where its IP header is.
+    // A packet that never left this machine arrives without having been split. The first option reports how to split
+    // it, the second the offset of its IP header.
     if ![libc::PACKET_VNET_HDR, libc::PACKET_AUXDATA].into_iter().all(|o| set(&fd, libc::SOL_PACKET, o, 1)) {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: all zero is a valid address.
+    // SAFETY: an all-zero address is valid.
     let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     to.sll_family = libc::AF_PACKET as u16;
     to.sll_protocol = (libc::ETH_P_IP as u16).to_be();
     to.sll_ifindex = interface_index(addr.into()) as i32;
     let size = size_of::<libc::sockaddr_ll>() as u32;
-    // SAFETY: the address has the size that is given.
+    // SAFETY: the address has the given size.
     let done = unsafe { libc::bind(fd.as_raw_fd(), std::ptr::from_ref(&to).cast(), size) };
     if done == 0 { Ok(fd) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Keeps whole packets for this host, to UDP port 4791 of this address, whose destination QPN has a value other than 0 in `table`;
-/// QPN 1 has the value `manager`.
+/// Accepts whole packets to this host and to UDP port 4791 of this address, if the value of their destination QPN in
+/// `table` is not 0. QPN 1 has the value `manager`.
 pub(crate) fn roce_to(addr: Ipv4Addr, table: &Table, manager: u32) -> Vec<Instruction> {
-    // Among what the kernel knows of a packet.
+    // Offset of the packet type in the kernel's packet metadata (SKF_AD_OFF + SKF_AD_PKTTYPE).
     const PACKET_TYPE: u32 = -0x1000_i32 as u32 + 4;
     const THIS_HOST: u32 = 0;
     const IP: u32 = steer::IP_HEADER;

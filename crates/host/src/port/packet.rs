@@ -1,4 +1,4 @@
-//! The port as packet sockets: it sees the IPv4 header of what comes in, and checks the ICRC with it.
+//! The port as packet sockets: it sees the IPv4 header of incoming packets, and checks the ICRC with it.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,10 +15,10 @@ use crate::seal::Opened;
 /// Bytes of a `virtio_net_hdr`.
 const VNET_BYTES: usize = 10;
 
-/// Packet sockets for what comes in by IPv4; everything else is the UDP port's.
+/// Packet sockets for incoming IPv4 packets; the UDP port does everything else.
 pub(crate) struct PacketPort {
     udp: UdpPort,
-    /// Each with whether what comes in is taken too slowly, which its senders are told as congestion.
+    /// Each socket with a flag: it is read too slowly, which is reported to senders as congestion.
     sockets: Vec<(OwnedFd, bool)>,
     inbox: Inbox,
     received: u64,
@@ -26,7 +26,7 @@ pub(crate) struct PacketPort {
 }
 
 impl PacketPort {
-    /// Packets to these addresses come in by these packet sockets.
+    /// A port that receives packets to these addresses by these packet sockets.
     pub fn new(mut udp: UdpPort, sockets: Vec<(Ipv4Addr, OwnedFd)>) -> Self {
         sockets.iter().for_each(|s| udp.silence(s.0.into()));
         let sockets = sockets.into_iter().map(|s| (s.1, false)).collect();
@@ -34,7 +34,8 @@ impl PacketPort {
     }
 }
 
-/// Size of the packets that this one is to be cut into, by the `virtio_net_hdr` before it; `None` for a packet as it is.
+/// Size of the packets into which this one has to be split, according to the `virtio_net_hdr` before it; `None` for a
+/// single packet.
 fn segment_size(header: &[u8; VNET_BYTES]) -> Option<usize> {
     let size = u16::from_ne_bytes([header[4], header[5]]);
     (header[1] != 0 && size > 0).then_some(size.into())
@@ -53,7 +54,7 @@ impl Port for PacketPort {
             let taken = inbox.receive(s.as_fd(), |i| {
                 let Some((head, frame)) = i.bytes.split_first_chunk_mut::<VNET_BYTES>() else { return };
                 let Some(packet) = ip_header_at(i.header).and_then(|at| frame.get_mut(at..)) else { return };
-                // A damaged header is nobody's packet; the kernel drops those too.
+                // A packet with a damaged header is ignored; the kernel drops such packets, too.
                 let Some((flow, payload)) = Flow::parse(packet) else { return };
                 let (at, len) = (flow.header_bytes(), payload.len());
                 let Some(payload) = packet.get_mut(at..at + len) else { return };
@@ -131,7 +132,7 @@ mod tests {
         let mut udp = UdpPort::new(FIRST_SOURCE_PORT, true, Seals::new(Arc::default(), "default"));
         udp.add(ours, open::share(Kind::Roce, ours, Options { full_icrc: true, mark: None }).unwrap());
         let mut port = PacketPort::new(udp, vec![(v4, socket)]);
-        // Whole buffers of packets, which nobody cuts on this machine, and single ones.
+        // Joined packets, which are not split on this machine, and single ones.
         let mut tx = Tx::default();
         for i in 0..150 {
             tx.push_raw(Path::new(ours), &vec![i; if i == 140 { 40 } else { 600 }]);
@@ -140,7 +141,7 @@ mod tests {
         let mut got = Vec::new();
         while port.receive(&mut |a, bytes| got.push((a.from, a.to, bytes[0]))) {}
         assert_eq!(got, (0..150).map(|i| (theirs, ours, i)).collect::<Vec<_>>());
-        // What a device might send with another Identification than the packet has, and to another address.
+        // Packets of a device: with an ICRC for another Identification than the packet has, and to another address.
         let plain = std::net::UdpSocket::bind((theirs, 0)).unwrap();
         set(&plain, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE);
         let src_port = plain.local_addr().unwrap().port();

@@ -4,43 +4,44 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// Datagrams of one system call.
+/// Datagrams in one system call.
 pub(super) const BATCH: usize = 16;
 const BUFFER: usize = 1 << 16;
-/// Wanted socket buffers, bytes.
+/// Requested size of socket buffers, bytes.
 const SOCKET_BUFFER: i32 = 16 << 20;
 pub(super) const SOL_UDP: i32 = 17;
 /// ECT(0) of RFC 3168.
 pub(super) const ECN_CAPABLE: i32 = 2;
 
-/// Sets an option that is an int; true if the kernel took it.
+/// Sets an option of type int; true if the kernel accepts it.
 pub(super) fn set(fd: &impl AsFd, level: i32, name: i32, value: i32) -> bool {
     // SAFETY: the option is an int, whose size is given.
     unsafe { libc::setsockopt(fd.as_fd().as_raw_fd(), level, name, std::ptr::from_ref(&value).cast(), 4) == 0 }
 }
 
-/// Gives a socket buffers for a burst. The FORCE variants need CAP_NET_ADMIN; without it the system's limit holds.
+/// Requests large socket buffers for bursts. The FORCE variants need CAP_NET_ADMIN; without it the system's limit
+/// applies.
 pub(super) fn enlarge_buffers(fd: &impl AsFd) {
     for (force, plain) in [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)] {
         let _ = set(fd, libc::SOL_SOCKET, force, SOCKET_BUFFER) || set(fd, libc::SOL_SOCKET, plain, SOCKET_BUFFER);
     }
 }
 
-/// Has the kernel mark what a socket sends, which takes CAP_NET_ADMIN.
+/// Sets the mark of the packets that a socket sends. Needs CAP_NET_ADMIN.
 ///
 /// # Errors
-/// Those of SO_MARK.
+/// Errors of SO_MARK.
 pub(crate) fn mark(fd: &impl AsFd, mark: u32) -> io::Result<()> {
     let done = set(fd, libc::SOL_SOCKET, libc::SO_MARK, mark.cast_signed());
     if done { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A socket address as the kernel takes it, and its length.
+/// A socket address in the kernel's form, and its length.
 pub(super) fn sockaddr(ip: IpAddr, port: u16) -> (libc::sockaddr_storage, u32) {
-    // SAFETY: all zero is a valid storage.
+    // SAFETY: an all-zero storage is valid.
     let mut s: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let p: *mut libc::sockaddr_storage = &mut s;
-    // SAFETY: the storage is large enough and aligned for both.
+    // SAFETY: the storage is large enough and aligned for both address types.
     let len = unsafe {
         match ip {
             IpAddr::V4(a) => {
@@ -64,7 +65,7 @@ pub(super) fn sockaddr(ip: IpAddr, port: u16) -> (libc::sockaddr_storage, u32) {
 
 fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
     let p: *const libc::sockaddr_storage = s;
-    // SAFETY: the family says which of the two it is.
+    // SAFETY: the family determines which of the two types it is.
     unsafe {
         match i32::from(s.ss_family) {
             libc::AF_INET => {
@@ -85,11 +86,11 @@ fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
 #[derive(Clone, Copy)]
 pub(super) struct Control(pub [u8; 64]);
 
-/// Adds a control message to those of a header, which lie in `control`.
+/// Appends a control message to a header. Its messages are stored in `control`.
 pub(super) fn add_control<T: Copy>(h: &mut libc::msghdr, control: &mut Control, level: i32, typ: i32, value: T) {
     let at = h.msg_controllen;
     let size = size_of::<T>() as u32;
-    // SAFETY: these compute sizes.
+    // SAFETY: these functions only compute sizes.
     let (len, space, head) = unsafe { (libc::CMSG_LEN(size), libc::CMSG_SPACE(size), libc::CMSG_LEN(0) as usize) };
     let room = &mut control.0[at..at + space as usize];
     let message = room.as_mut_ptr().cast::<libc::cmsghdr>();
@@ -104,8 +105,8 @@ pub(super) fn add_control<T: Copy>(h: &mut libc::msghdr, control: &mut Control, 
     h.msg_control = std::ptr::from_mut(control).cast();
 }
 
-/// Room for what the headers of one system call's datagrams point to. It is kept from call to call: clearing it takes longer than a
-/// datagram.
+/// Buffers for addresses and control messages of one system call's datagrams. They are reused between calls: clearing
+/// them takes longer than handling a datagram.
 pub(super) struct Room {
     pub names: Box<[libc::sockaddr_storage; BATCH]>,
     pub controls: Box<[Control; BATCH]>,
@@ -118,9 +119,9 @@ impl Room {
     }
 }
 
-/// A header that points to nothing.
+/// A header without pointers.
 pub(super) const NO_HEADER: libc::mmsghdr = {
-    // SAFETY: all zero is a valid header.
+    // SAFETY: an all-zero header is valid.
     unsafe { std::mem::zeroed() }
 };
 
@@ -130,9 +131,9 @@ pub(super) struct Inbox {
     room: Room,
 }
 
-/// A datagram that has come in.
+/// An incoming datagram.
 pub(super) struct Incoming<'a> {
-    /// Sender, of UDP sockets.
+    /// Sender; only for UDP sockets.
     pub from: Option<(IpAddr, u16)>,
     pub header: &'a libc::msghdr,
     pub bytes: &'a mut [u8],
@@ -143,7 +144,7 @@ impl Inbox {
         Inbox { bytes: vec![0; BATCH * BUFFER], room: Room::new() }
     }
 
-    /// Hands [`BATCH`] datagrams of a socket at most to `f`; how many there were.
+    /// Hands at most [`BATCH`] datagrams of a socket to `f`; returns their number.
     pub fn receive(&mut self, fd: BorrowedFd<'_>, mut f: impl FnMut(Incoming<'_>)) -> usize {
         let mut headers = [NO_HEADER; BATCH];
         let mut iovs = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: BUFFER }; BATCH];
@@ -159,12 +160,13 @@ impl Inbox {
             h.msg_controllen = size_of::<Control>();
         }
         let (headers_at, none) = (headers.as_mut_ptr(), std::ptr::null_mut());
-        // SAFETY: BATCH headers are filled in, and all that they point to lives until after the call.
+        // SAFETY: BATCH headers are filled in, and everything that they point to lives until after the call.
         let n = unsafe { libc::recvmmsg(fd.as_raw_fd(), headers_at, BATCH as u32, libc::MSG_DONTWAIT, none) };
         let n = n.max(0) as usize;
         for (i, h) in headers[..n].iter().enumerate() {
             let bytes = &mut self.bytes[i * BUFFER..][..(h.msg_len as usize).min(BUFFER)];
-            // A packet socket's sender has no such name, and one without a name leaves that of another packet.
+            // The sender of a packet socket is no IP address. Without a name, the buffer has the address of another
+            // packet.
             let from = if h.msg_hdr.msg_namelen > 0 { sender(&self.room.names[i]) } else { None };
             f(Incoming { from, header: &h.msg_hdr, bytes });
         }
@@ -172,24 +174,25 @@ impl Inbox {
     }
 }
 
-/// True if datagrams come faster than they are taken from a socket, which gave `taken` of them just now: those that wait have more than
-/// half of its buffer. The kernel counts what was taken as waiting until it is a quarter of the buffer, so less would say nothing.
+/// True if datagrams arrive faster than they are read. `taken` datagrams were just read; those that still wait fill
+/// more than half of the socket's buffer. The kernel counts read datagrams as waiting until they make up a quarter of
+/// the buffer, so a lower threshold would be meaningless.
 pub(super) fn is_behind(fd: BorrowedFd<'_>, taken: usize) -> bool {
     if taken < BATCH {
         return false;
     }
-    // Bytes that wait, and bytes of the buffer (SK_MEMINFO_RMEM_ALLOC and SK_MEMINFO_RCVBUF).
+    // Waiting bytes, and bytes of the buffer (SK_MEMINFO_RMEM_ALLOC and SK_MEMINFO_RCVBUF).
     let mut memory = [0u32; 2];
     let mut size = size_of_val(&memory) as u32;
     let at = memory.as_mut_ptr().cast();
-    // SAFETY: the kernel writes `size` bytes at most, which the array has.
+    // SAFETY: the kernel writes at most `size` bytes, which the array has.
     let done = unsafe { libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_MEMINFO, at, &mut size) };
     done == 0 && memory[0] > memory[1] / 2
 }
 
-/// The control messages of a datagram: level, type and the bytes that they begin at.
+/// Calls `f` for each control message of a datagram, with its level, type and data pointer.
 pub(super) fn control_messages(h: &libc::msghdr, mut f: impl FnMut(i32, i32, *const u8)) {
-    // SAFETY: the kernel has filled in the control buffer and its length; the macros stay inside.
+    // SAFETY: the kernel has filled in the control buffer and its length; the macros stay within it.
     unsafe {
         let mut c = libc::CMSG_FIRSTHDR(h);
         while !c.is_null() {
@@ -199,12 +202,13 @@ pub(super) fn control_messages(h: &libc::msghdr, mut f: impl FnMut(i32, i32, *co
     }
 }
 
-/// Size of the packets that the kernel has joined, and whether they carry a congestion mark. It joins only packets that
-/// are alike in this.
+/// Size of the packets that the kernel has joined, and whether they carry a congestion mark. The kernel joins only
+/// packets with equal marks.
 pub(super) fn notes(h: &libc::msghdr) -> (Option<usize>, bool) {
     let (mut segment, mut marks) = (None, 0u8);
     control_messages(h, |level, typ, data| {
-        // SAFETY: each of these messages is a byte or an int. The first byte of an int in host order holds its low bits.
+        // SAFETY: each of these messages is a byte or an int. In host order (little-endian) the first byte of an int
+        // has its low bits.
         unsafe {
             match (level, typ) {
                 (SOL_UDP, libc::UDP_GRO) => segment = Some(data.cast::<i32>().read_unaligned() as usize),
@@ -217,19 +221,19 @@ pub(super) fn notes(h: &libc::msghdr) -> (Option<usize>, bool) {
     (segment, is_congested(marks))
 }
 
-/// What a packet socket says of a packet: where its IP header begins.
+/// Offset of the IP header in a packet from a packet socket.
 pub(super) fn ip_header_at(h: &libc::msghdr) -> Option<usize> {
     let mut at = None;
     control_messages(h, |level, typ, data| {
         if (level, typ) == (libc::SOL_PACKET, libc::PACKET_AUXDATA) {
-            // SAFETY: the message is this structure.
+            // SAFETY: a message of this type has this structure.
             at = Some(unsafe { data.cast::<libc::tpacket_auxdata>().read_unaligned() }.tp_net.into());
         }
     });
     at
 }
 
-/// A traffic class that says: congestion experienced (RFC 3168).
+/// True if a traffic class says "congestion experienced" (RFC 3168).
 pub(super) fn is_congested(traffic_class: u8) -> bool {
     traffic_class & 3 == 3
 }

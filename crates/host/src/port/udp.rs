@@ -18,7 +18,7 @@ use crate::seal::{End, Opened, Seals, Sender, mark_datagram};
 const MAX_SEGMENTS: usize = 64;
 /// Most bytes of one UDP datagram.
 const MAX_DATAGRAM: usize = 65_000;
-/// Where packets leave: by one of the sockets, from the port of a flow, or by one of the tunnel's.
+/// The socket by which packets leave: a plain one with the source port of a flow, or one of the tunnel's.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Exit {
     Plain(usize, u16),
@@ -28,16 +28,17 @@ enum Exit {
 struct Socket {
     addr: IpAddr,
     udp: UdpSocket,
-    /// It only holds its port: somebody else takes what comes in.
+    /// The socket only holds its port: another socket receives the packets.
     silent: bool,
-    /// What comes in is taken too slowly. That is congestion, too, and its senders are told before the kernel drops packets.
+    /// The socket is read too slowly. This counts as congestion, which senders are told before the kernel drops
+    /// packets.
     behind: bool,
-    /// Send-only sockets, one for each UDP source port; `None` where somebody else has the port.
+    /// Send-only sockets, one for each UDP source port; `None` if another process has the port.
     flows: Vec<Option<UdpSocket>>,
 }
 
 impl Socket {
-    /// The socket of a flow and its port. A flow whose port somebody else has leaves by the socket that receives.
+    /// The socket and source port of a flow. A flow whose port another process has uses the receiving socket.
     fn outlet(&self, first: u16, flow: u16) -> (&UdpSocket, u16) {
         let number = flow.checked_sub(first);
         match number.and_then(|n| self.flows.get(usize::from(n))) {
@@ -47,10 +48,10 @@ impl Socket {
     }
 }
 
-/// UDP sockets on port 4791 of this host's addresses, and those of IP multicast groups.
+/// UDP sockets on port 4791 of this host's addresses, and sockets of IP multicast groups.
 pub(crate) struct UdpPort {
     sockets: Vec<Socket>,
-    /// By which packets inside VXLAN leave: their receivers believe no port but that of VXLAN.
+    /// Sockets by which VXLAN packets leave: receivers accept them from the VXLAN port only.
     tunnel: Vec<(IpAddr, Arc<UdpSocket>)>,
     inbox: Inbox,
     room: Room,
@@ -59,14 +60,15 @@ pub(crate) struct UdpPort {
     /// UDP source port of the first flow.
     first_port: u16,
     icrc: bool,
-    /// How packets to and from the group's hosts are sealed, if the group has a secret.
+    /// Sealing of packets to and from the group's hosts, if the group has a secret.
     pub(super) seals: Seals,
-    /// How many of the packets that wait were sealed already, from the first on, since the network did not take them then.
+    /// Number of waiting packets, from the front, that were sealed already when the network did not accept them.
     closed: usize,
 }
 
 impl UdpPort {
-    /// A port without sockets, whose flows have ports from `first_port` on; `icrc`: makes and checks it.
+    /// A port without sockets, whose flows use source ports from `first_port` on. `icrc`: whether the ICRC is made and
+    /// checked.
     pub fn new(first_port: u16, icrc: bool, seals: Seals) -> Self {
         UdpPort {
             sockets: Vec::new(),
@@ -82,12 +84,12 @@ impl UdpPort {
         }
     }
 
-    /// Adds the socket of an address, or of an IP multicast group.
+    /// Adds the socket of an address or of an IP multicast group.
     pub fn add(&mut self, addr: IpAddr, udp: UdpSocket) {
         self.sockets.push(Socket { addr, udp, silent: false, behind: false, flows: Vec::new() });
     }
 
-    /// Adds a socket that sends from a flow's port of an address; false if there is no such flow or address.
+    /// Adds the sending socket of a flow for an address; false if there is no such flow or address.
     pub fn add_flow(&mut self, addr: IpAddr, flow: u16, udp: UdpSocket) -> bool {
         let number = flow.checked_sub(self.first_port).filter(|&n| n < SOURCE_PORTS);
         let socket = self.sockets.iter_mut().find(|s| s.addr == addr);
@@ -97,17 +99,17 @@ impl UdpPort {
         true
     }
 
-    /// Packets inside VXLAN to hosts of an address's family leave by this socket, which has port 4789.
+    /// Adds the socket with port 4789 of an address. It sends VXLAN packets to hosts of the same address family.
     pub fn add_tunnel(&mut self, addr: IpAddr, udp: Arc<UdpSocket>) {
         self.tunnel.push((addr, udp));
     }
 
-    /// Nothing comes in by the socket of an address.
+    /// Marks the socket of an address as one that receives nothing.
     pub fn silence(&mut self, addr: IpAddr) {
         self.sockets.iter_mut().filter(|s| s.addr == addr).for_each(|s| s.silent = true);
     }
 
-    /// Where a packet leaves, and its source port; `None` if it cannot.
+    /// The socket by which a packet leaves, and its source port; `None` if it cannot be sent.
     fn exit(&self, p: &TxPacket) -> Option<Exit> {
         if p.tail() > 0 && !self.seals.reaches(end_of(p)) {
             return None;
@@ -118,7 +120,7 @@ impl UdpPort {
         Some(Exit::Tunnel(self.tunnel.iter().position(|(a, _)| a.is_ipv4() == p.path.to.is_ipv4())?))
     }
 
-    /// The first packets are sent, or lost.
+    /// Drops the first `n` packets, which were sent or lost.
     fn gone(&mut self, tx: &mut Tx, n: usize) {
         tx.sent(n);
         self.closed = self.closed.saturating_sub(n);
@@ -133,16 +135,17 @@ impl UdpPort {
     }
 }
 
-/// For whom a packet is.
+/// The destination of a packet.
 fn end_of(p: &TxPacket) -> End {
     (p.path.to, p.path.across.map(|(peer, _)| peer))
 }
 
-/// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
+/// The number of `packets`, from the front, that one buffer can carry: all of one path and one size, only the last may
+/// be shorter.
 fn batch(packets: &[TxPacket]) -> usize {
     let first = &packets[0];
     if first.path.to.is_multicast() {
-        // Not every interface cuts these.
+        // Not every interface can split multicast packets.
         return 1;
     }
     let mut bytes = 0;
@@ -161,12 +164,13 @@ fn batch(packets: &[TxPacket]) -> usize {
     n.max(1)
 }
 
-/// Seals a packet. Its tag covers what the ICRC would, so the ICRC is 0; but that of a datagram in the tunnel is checked by the RNIC.
+/// Seals a packet. The tag covers what the ICRC would cover, so the ICRC is set to 0. A datagram in the tunnel needs
+/// its ICRC, because the RNIC checks it.
 fn close(bytes: &mut [u8], p: &TxPacket, sender: &mut Sender) {
     let end = bytes.len() - p.tail();
     if p.outer() > 0 {
         let (src, dst) = (p.path.to, p.path.to);
-        // The addresses are those of the inner IP header.
+        // The addresses come from the inner IP header.
         seal(&mut bytes[..end], p.outer(), Envelope { src, dst, src_port: VXLAN_PORT, ip_id: 0 });
         mark_datagram(bytes);
     } else {
@@ -229,7 +233,8 @@ impl Port for UdpPort {
                 if n > 1 {
                     add_control(h, control, SOL_UDP, libc::UDP_SEGMENT, first.len() as u16);
                 }
-                // Without the message it is ECN_CAPABLE; the tunnel's sockets say nothing by themselves, since frames are not.
+                // Without the control message, the class is ECN_CAPABLE. Sockets of the tunnel have no default, since
+                // frames are not ECN-capable.
                 let class = i32::from(first.path.class) | ECN_CAPABLE;
                 match first.path.to {
                     _ if first.path.class == 0 && !encapsulated => {}
@@ -241,7 +246,7 @@ impl Port for UdpPort {
                 messages += 1;
             }
             self.closed = self.closed.max(at);
-            // SAFETY: `messages` headers are filled in, and all that they point to lives until after the call.
+            // SAFETY: `messages` headers are filled in, and everything that they point to lives until after the call.
             let done = unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), messages as u32, libc::MSG_DONTWAIT) };
             if done > 0 {
                 let n: usize = counts[..done as usize].iter().sum();
@@ -252,7 +257,7 @@ impl Port for UdpPort {
             match io::Error::last_os_error().raw_os_error() {
                 Some(libc::EAGAIN | libc::ENOBUFS) => return,
                 Some(libc::EINTR) => {}
-                // An ICMP error of an earlier packet, or a packet that the network does not take: as if lost.
+                // An ICMP error for an earlier packet, or a packet that the network refuses: treated as lost.
                 _ => {
                     self.counters.send_errors += counts[0] as u64;
                     self.gone(tx, counts[0]);
@@ -339,7 +344,7 @@ mod tests {
         assert_eq!(got.len(), 250);
         assert!(got.iter().enumerate().all(|(i, g)| g.0.to_string() == "127.0.47.1" && g.2[0] == i as u8));
         assert_eq!((a.counters().sent, b_port.counters().icrc_errors), (250, 0));
-        // Each flow has a source port of its own.
+        // Each flow has its own source port.
         let ports: Vec<u16> = got.chunk_by(|a, b| a.1 == b.1).map(|g| g[0].1).collect();
         assert_eq!(ports, [ROCE_PORT, FIRST_SOURCE_PORT + 1, FIRST_SOURCE_PORT + 2]);
     }
@@ -348,9 +353,9 @@ mod tests {
     fn packets_that_wait_in_a_socket_more_than_half_full_are_congested() {
         let (from, to): (IpAddr, IpAddr) = ("127.0.47.9".parse().unwrap(), "127.0.47.10".parse().unwrap());
         let (mut sender, mut port) = (alone(from), alone(to));
-        // Any system allows a buffer of this size.
+        // All systems allow a buffer of this size.
         assert!(set(&port.sockets[0].udp, libc::SOL_SOCKET, libc::SO_RCVBUF, 200_000));
-        // Of the packets that come of `n`: how many are congested, up to each change.
+        // Sends `n` packets. Result: runs of packets with equal congestion flags, and their lengths.
         let mut runs = |n: u16| {
             let mut tx = Tx::default();
             for i in 0..n {
@@ -403,7 +408,7 @@ mod tests {
                 classes.push(unsafe { *data });
             });
         });
-        // The network may mark each of them as congested.
+        // The network may mark each packet as congested.
         assert_eq!(classes, [2, 0x6a, 0x6a, 2]);
     }
 }

@@ -1,4 +1,5 @@
-//! What the thread that finds sessions tells those that seal and open packets, what these have dropped, and who was complained of.
+//! Data shared by the thread that establishes sessions and the threads that seal and open packets: sessions, counters
+//! of dropped packets, and recent complaints.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -11,88 +12,88 @@ use unirdma_device::{lock, now_ns};
 use super::End;
 use super::session::{Refusal, Session};
 
-/// Packets of hosts of a group that were dropped, since they do not show that their sender has the group's secret.
+/// Dropped packets from hosts of a group, which do not prove that their sender has the group's secret.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SealDrops {
-    /// As packets are without a secret.
+    /// Packets that are not sealed.
     pub unsealed: u64,
-    /// With a wrong tag, or of a session that there is not.
+    /// Packets with a wrong tag, or of an unknown session.
     pub wrong_tag: u64,
-    /// They came before, or far too late.
+    /// Packets that were received before, or arrived far too late.
     pub replayed: u64,
 }
 
-/// What there is to know of a group's secrets.
+/// State of a group's secrets.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SealInfo {
-    /// Numbers of the secrets that are taken, oldest first.
+    /// Numbers of the accepted secrets, oldest first.
     pub secrets: Vec<u8>,
-    /// Number of the one that this host sends with, if there is one.
+    /// Number of the secret with which this host sends, if there is one.
     pub sends_with: Option<u8>,
-    /// Hosts of the group that have not shown yet that they have one of them.
+    /// Hosts of the group that have not shown yet that they have any of the secrets.
     pub silent: Vec<IpAddr>,
-    /// Hosts that have not shown yet that they have the one that this host sends with, but an older one.
+    /// Hosts that have shown only that they have an older secret than the one with which this host sends.
     pub behind: Vec<IpAddr>,
-    /// What was dropped.
+    /// Counters of dropped packets.
     pub drops: SealDrops,
-    /// The groups that rules join with it, packets to and from which are sealed.
+    /// The groups that rules join with it and with which packets are sealed.
     #[serde(default)]
     pub joined: Vec<PairInfo>,
 }
 
-/// What there is to know of the secrets of a group and another one, which a rule joins.
+/// State of the secrets of a pair of groups that a rule joins.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PairInfo {
     /// The other group.
     pub group: String,
-    /// Numbers of the secrets that are taken, oldest first. Without any nothing passes between the two.
+    /// Numbers of the accepted secrets, oldest first. Without any, no packets pass between the two groups.
     pub secrets: Vec<u8>,
-    /// Number of the one that this host sends with, if there is one.
+    /// Number of the secret with which this host sends, if there is one.
     pub sends_with: Option<u8>,
-    /// Hosts of the other group that have not shown yet that they have one of them.
+    /// Hosts of the other group that have not shown yet that they have any of the secrets.
     pub silent: Vec<IpAddr>,
-    /// Hosts that have not shown yet that they have the one that this host sends with, but an older one.
+    /// Hosts that have shown only that they have an older secret than the one with which this host sends.
     pub behind: Vec<IpAddr>,
 }
 
-/// What the log says of a host, once a minute at most.
+/// A warning about a host, which is logged at most once a minute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Complaint {
-    /// It sends as if there were no secret.
+    /// It sends packets that are not sealed.
     Unsealed,
     /// It has another secret.
     OtherSecret,
-    /// It seals, and here is no secret.
+    /// It seals packets, and this host has no secret.
     Sealed,
-    /// It is of a group that a rule joins with this one. One of the two has a secret, but there is none of both.
+    /// It is in a group that a rule joins with this one. One of the groups has a secret, but the pair has none.
     NoPair,
 }
 
 const COMPLAINT_NS: u64 = 60_000_000_000;
 
-/// Whom a complaint is about: a host, and the name of its group if that is another one.
+/// The subject of a complaint: a host, the name of its group if that is another one, and the kind of complaint.
 type About = (IpAddr, Option<String>, Complaint);
 
-/// How packets to and from the other end are sealed.
+/// The sealing of packets to and from one other end.
 #[derive(Clone, Default)]
 pub(super) struct Way {
     pub sessions: Vec<Arc<Session>>,
-    /// Number of the one that is sent with.
+    /// Number of the session with which packets are sealed.
     pub send: Option<u64>,
     /// Name of its group, if that is another one.
     pub with: Option<Arc<str>>,
 }
 
-/// Everything that is sealed.
+/// All sealing state.
 #[derive(Clone, Default)]
 pub(super) struct Posted {
-    /// Of each other end whose packets are sealed, those that have no session included; of none without a secret.
+    /// Every other end whose packets are sealed, even without a session. Empty without a secret.
     pub ways: Vec<(End, Way)>,
-    /// Hosts that have another group, too, whose packets are not sealed.
+    /// Hosts that also have another group, whose packets are not sealed.
     pub plain: BTreeSet<IpAddr>,
 }
 
-/// See above.
+/// Connects the thread that establishes sessions with the threads that use them.
 #[derive(Default)]
 pub(crate) struct Board {
     changes: AtomicU64,
@@ -100,12 +101,12 @@ pub(crate) struct Board {
     unsealed: AtomicU64,
     wrong_tag: AtomicU64,
     replayed: AtomicU64,
-    /// When each was in the log last.
+    /// When each complaint was last logged.
     complaints: Mutex<HashMap<About, u64>>,
 }
 
 impl Board {
-    /// Another number after each change.
+    /// A number that differs after each change.
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
@@ -119,7 +120,7 @@ impl Board {
         self.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// Counts a packet that was dropped. [`Refusal::Unknown`]: one that is not sealed.
+    /// Counts a dropped packet. [`Refusal::Unknown`] means that the packet was not sealed.
     pub fn drop_packet(&self, why: Refusal) {
         let count = match why {
             Refusal::Unknown => &self.unsealed,
@@ -129,18 +130,18 @@ impl Board {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What was dropped.
+    /// Counters of dropped packets.
     pub fn drops(&self) -> SealDrops {
         let [unsealed, wrong_tag, replayed] =
             [&self.unsealed, &self.wrong_tag, &self.replayed].map(|n| n.load(Ordering::Relaxed));
         SealDrops { unsealed, wrong_tag, replayed }
     }
 
-    /// Says in the log what is wrong with a host of the group; or with one of another group, if `with` names that.
+    /// Logs a complaint about a host of the group, or of the other group if `with` names one.
     pub fn complain(&self, host: IpAddr, group: &str, with: Option<&str>, what: Complaint) {
         let now = now_ns();
         {
-            // Only hosts of the group and of those that are joined with it are complained of, so there are few entries.
+            // Complaints concern only hosts of the group and of joined groups, so there are few entries.
             let mut complaints = lock(&self.complaints);
             let about: About = (host, with.map(String::from), what);
             if complaints.get(&about).is_some_and(|&at| now < at + COMPLAINT_NS) {

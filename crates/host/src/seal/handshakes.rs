@@ -1,4 +1,4 @@
-//! The exchanges with all hosts of a group, and of groups that rules join with it, and the tunnel's part of the sessions that came of them.
+//! Exchanges with all hosts of a group and of joined groups, and the tunnel's part of the resulting sessions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
@@ -13,18 +13,18 @@ use super::secrets::{GroupSecrets, Secrets};
 use super::session::{Channel, DRAWN_BYTES, Drawn, Named, Receiver, Refusal, Root, Sender, Session, index_of};
 use super::{Complaint, End, kind};
 
-/// What a host has not answered is said again after this time, then after twice as long each time, up to the maximum. Nanoseconds.
+/// Interval after which an unanswered message is repeated, and the longest interval, ns. It doubles each time.
 const FIRST_REPEAT_NS: u64 = 50_000_000;
 const LAST_REPEAT_NS: u64 = 5_000_000_000;
 
-/// What sessions are about.
+/// The group with its hosts, and its joined groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Around {
     pub name: String,
     pub vni: u32,
     /// Hosts of the group.
     pub hosts: BTreeSet<IpAddr>,
-    /// The groups that rules join with it, by their numbers. This host may be one of theirs.
+    /// The groups that rules join with it, by number. This host may be one of their hosts.
     pub joined: BTreeMap<u32, JoinedHosts>,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct JoinedHosts {
 }
 
 impl Around {
-    /// The group itself and those that are joined with it, and where their hosts are.
+    /// The group itself (`None`) and its joined groups, with their hosts.
     fn groups(&self) -> impl Iterator<Item = (Option<u32>, &BTreeSet<IpAddr>)> {
         let joined = self.joined.iter().map(|(&vni, j)| (Some(vni), &j.hosts));
         [(None, &self.hosts)].into_iter().chain(joined)
@@ -69,16 +69,16 @@ impl Link {
     }
 }
 
-/// Another host of the group, or of one that is joined with it.
+/// Another host of the group or of a joined group.
 #[derive(Default)]
 struct Peer {
-    /// One for each secret, in the order in which this host prefers to send with them.
+    /// One exchange for each secret, in the order in which this host prefers to send with them.
     exchanges: Vec<Exchange>,
     links: Vec<Link>,
-    /// Number of the session that is sent with, and of its secret.
+    /// Number of the session with which packets are sealed, and number of its secret.
     send: Option<u64>,
     secret: Option<u8>,
-    /// When what it has not answered is said again, and how long after that once more. Nobody else's messages change that.
+    /// When unanswered messages are repeated, and the interval after that. Messages of other hosts do not change these.
     due_ns: u64,
     repeat_ns: u64,
 }
@@ -88,13 +88,13 @@ impl Peer {
         self.exchanges.iter().any(Exchange::waits)
     }
 
-    /// It is to hear soon how it stands here.
+    /// Makes sure that the peer soon gets a message.
     fn hurry(&mut self, now: u64) {
         self.repeat_ns = FIRST_REPEAT_NS;
         self.due_ns = self.due_ns.min(now + FIRST_REPEAT_NS);
     }
 
-    /// What it is to hear now, if it is time.
+    /// Sends the messages that are due.
     fn say(&mut self, now: u64, mut out: impl FnMut(&[u8])) {
         if self.due_ns > now || !self.waits() {
             return;
@@ -117,20 +117,20 @@ impl Draw for Fresh {
     fn drawn(&mut self) -> Option<Drawn> {
         let mut drawn = [0; DRAWN_BYTES];
         getrandom::fill(&mut drawn).ok()?;
-        // All zeros means that nothing was heard.
+        // All zeros means that no number was received.
         (drawn != [0; DRAWN_BYTES]).then_some(drawn)
     }
 }
 
-/// All exchanges, with the hosts of the group and of those that are joined with it. Each method that sends hands the messages to a function.
+/// The exchanges with all hosts of the group and of joined groups. Methods that send pass the messages to a function.
 pub(crate) struct Handshakes {
     board: Arc<Board>,
-    /// This host's addresses; the first of a family is its own in that family.
+    /// This host's addresses. The first one of each family is used.
     own: Vec<IpAddr>,
     secrets: GroupSecrets,
     around: Around,
     roots: Vec<Arc<Root>>,
-    /// Those whose packets are sealed.
+    /// The ends whose packets are sealed.
     peers: HashMap<End, Peer>,
     /// Sessions of this host with itself.
     itself: Vec<(IpAddr, Arc<Session>)>,
@@ -138,7 +138,7 @@ pub(crate) struct Handshakes {
 }
 
 impl Handshakes {
-    /// Without a secret.
+    /// Without secrets.
     pub fn new(board: Arc<Board>, own: Vec<IpAddr>) -> Self {
         Handshakes {
             board,
@@ -152,7 +152,7 @@ impl Handshakes {
         }
     }
 
-    /// True if packets within the group are sealed; or those between it and a group with this number.
+    /// True if packets within the group are sealed, or packets between it and group `group`.
     pub fn seals(&self, group: Option<u32>) -> bool {
         let pair = || self.around.name_of(group).is_some_and(|name| self.secrets.with.contains_key(name));
         self.secrets.own.is_some() || pair()
@@ -168,17 +168,17 @@ impl Handshakes {
             .collect()
     }
 
-    /// From now on these are the secrets.
+    /// Replaces the secrets.
     pub fn set_secrets(&mut self, secrets: GroupSecrets, out: impl FnMut(&[u8], IpAddr)) {
         self.set(secrets, self.around.clone(), out);
     }
 
-    /// From now on this is the group, and where its hosts are.
+    /// Replaces the data about the group and its hosts.
     pub fn set_around(&mut self, around: Around, out: impl FnMut(&[u8], IpAddr)) {
         self.set(self.secrets.clone(), around, out);
     }
 
-    /// From now on these are the secrets, and these hosts have them, or are to have them. Sessions that still hold stay.
+    /// Replaces secrets and hosts. Sessions that are still valid stay.
     fn set(&mut self, secrets: GroupSecrets, around: Around, mut out: impl FnMut(&[u8], IpAddr)) {
         if self.secrets == secrets && self.around == around {
             return;
@@ -221,7 +221,7 @@ impl Handshakes {
         }
     }
 
-    /// Packets between two vRNICs of this host may go by its own addresses.
+    /// Makes sessions of this host with itself: packets between two of its vRNICs may be sent to its own addresses.
     fn meet_itself(&mut self) {
         let first = |f: &fn(&&IpAddr) -> bool| self.own.iter().find(f).copied();
         let families: [fn(&&IpAddr) -> bool; 2] = [|a| a.is_ipv4(), |a| a.is_ipv6()];
@@ -242,7 +242,7 @@ impl Handshakes {
         }
     }
 
-    /// Puts all sessions on the board, and makes the tunnel's part of each.
+    /// Posts all sessions on the board, and makes the tunnel's part of each.
     fn post(&mut self) {
         let mut posted = Posted::default();
         let names: HashMap<u32, Arc<str>> =
@@ -273,7 +273,7 @@ impl Handshakes {
         self.board.post(posted);
     }
 
-    /// When [`Handshakes::on_timer`] is to be called, on the monotonic clock, nanoseconds; `None`: never.
+    /// When [`Handshakes::on_timer`] has to be called, on the monotonic clock, ns; `None`: never.
     pub fn timer(&self) -> Option<u64> {
         let due = |p: &Peer| match p.waits() {
             true => Some(p.due_ns),
@@ -282,13 +282,13 @@ impl Handshakes {
         self.peers.values().filter_map(due).min()
     }
 
-    /// Says again what was not answered, and seeks new sessions in the place of old ones.
+    /// Repeats unanswered messages, and starts replacing old sessions.
     pub fn on_timer(&mut self, mut out: impl FnMut(&[u8], IpAddr)) {
         let now = now_ns();
         for (&(host, _), peer) in &mut self.peers {
             for e in peer.exchanges.iter_mut().filter(|e| e.old_at_ns().is_some_and(|at| now >= at)) {
                 e.age(now, &mut self.fresh);
-                // If the kernel gives no random bytes, it is tried again then.
+                // If the kernel gives no random bytes, this is tried again at `due_ns`.
                 (peer.due_ns, peer.repeat_ns) =
                     if e.waits() { (now, FIRST_REPEAT_NS) } else { (now + LAST_REPEAT_NS, 0) };
             }
@@ -296,7 +296,8 @@ impl Handshakes {
         }
     }
 
-    /// A message came from a host. True if it was made with a secret: then [`Handshakes::timer`] may be another one.
+    /// Handles a message from a host. True if it was authenticated with a secret; then [`Handshakes::timer`] may have
+    /// changed.
     pub fn on_message(&mut self, from: SocketAddr, packet: &[u8], mut out: impl FnMut(&[u8], IpAddr)) -> bool {
         let Handshakes { peers, fresh, board, around, .. } = self;
         let group = packet.first_chunk::<VXLAN_BYTES>().and_then(vxlan_source);
@@ -309,7 +310,7 @@ impl Handshakes {
         let what = if peer.exchanges.is_empty() { Complaint::NoPair } else { Complaint::OtherSecret };
         let complain = || board.complain(end.0, &around.name, around.name_of(group), what);
         let Some(exchange) = peer.exchanges.iter_mut().find(|e| e.secret() == id) else {
-            // While secrets change, a host may have one more than the other.
+            // While secrets change, one host may have more secrets than the other.
             if peer.send.is_none() {
                 complain();
             }
@@ -328,14 +329,15 @@ impl Handshakes {
             peer.hurry(now);
         }
         if outcome.changed {
-            // Before the other host hears of it.
+            // Posted before the other host is told.
             self.post();
         }
         message.into_iter().for_each(|m: [u8; HELLO_BYTES]| out(&m, end.0));
         true
     }
 
-    /// Opens a packet of the tunnel, whose kind its header says. What it was before it was sealed; `None` if it is dropped, and counted.
+    /// Opens a packet of the tunnel whose header has a kind; returns the original packet. `None` if it was dropped and
+    /// counted.
     pub fn open<'a>(&mut self, from: End, to: IpAddr, packet: &'a mut [u8]) -> Option<&'a mut [u8]> {
         let opened = self.try_open(from, to, packet);
         if let Err(why) = opened {
@@ -361,7 +363,8 @@ impl Handshakes {
         receiver.open(packet)
     }
 
-    /// Seals a frame in its VXLAN packet for the other end, which ends with room for the tail; false if there is no session.
+    /// Seals a frame in its VXLAN packet for the other end. `packet` must end with room for the tail. False if there is
+    /// no session.
     pub fn seal(&mut self, to: End, packet: &mut [u8]) -> bool {
         let Some(peer) = self.peers.get_mut(&to) else { return false };
         if peer.exchanges.is_empty() {
@@ -373,7 +376,8 @@ impl Handshakes {
         true
     }
 
-    /// A packet of this kind has come that is sealed, and need not be. That its host looks for others with the secret is no packet lost.
+    /// Logs that a sealed packet of this kind has arrived although there is no secret. A hello message is not counted
+    /// as dropped, since its host only searches for hosts with the secret.
     pub fn complain_of_seal(&self, from: End, kind: u8) {
         if kind != kind::HELLO {
             self.board.drop_packet(Refusal::WrongTag);
@@ -381,7 +385,7 @@ impl Handshakes {
         self.board.complain(from.0, &self.around.name, self.around.name_of(from.1), Complaint::Sealed);
     }
 
-    /// What there is to know.
+    /// State of all secrets.
     pub fn info(&self) -> SealInfo {
         let joined = self.around.joined.iter().filter(|(vni, _)| self.seals(Some(**vni)));
         let own = self.pair_info(None, &self.around.name);
@@ -395,7 +399,7 @@ impl Handshakes {
         }
     }
 
-    /// The same of the group itself, or of it and another one.
+    /// State of the secrets of the group itself, or of its pair with another group.
     fn pair_info(&self, group: Option<u32>, name: &str) -> PairInfo {
         let which = |is: &dyn Fn(&Peer) -> bool| {
             let hosts = self.peers.iter().filter(|(end, p)| end.1 == group && is(p)).map(|(end, _)| end.0);
@@ -424,7 +428,7 @@ mod tests {
     const B: [u8; 4] = [192, 168, 7, 2];
     const C: [u8; 4] = [192, 168, 7, 3];
 
-    /// A host of group blue with others, and what it says first.
+    /// A host of group blue with others, and the messages that it sends first.
     fn host(own: [u8; 4], others: &[[u8; 4]]) -> (Handshakes, Vec<(Vec<u8>, IpAddr)>) {
         let mut h = Handshakes::new(Arc::default(), vec![own.into()]);
         let hosts = others.iter().map(|&o| o.into()).collect();
@@ -440,7 +444,7 @@ mod tests {
         let (mut a, said) = host(A, &[B, C]);
         assert_eq!(said.len(), 2);
         let due = a.timer().unwrap();
-        // Without the secret, as host B and as somebody who is no host.
+        // Messages without the secret, as host B and as a stranger.
         let mut junk = said[0].0.clone();
         for i in 0..10_000u32 {
             junk[60..64].copy_from_slice(&i.to_be_bytes());
@@ -450,7 +454,7 @@ mod tests {
         }
         assert_eq!((a.timer(), a.peers.len(), a.info().silent.len()), (Some(due), 2, 2));
         assert_eq!(a.info().drops.wrong_tag, 10_000);
-        // Copies of what B has said: each is answered once to B, and C hears what it is to hear no later.
+        // Copies of B's message: each is answered once, to B, and C's messages are not delayed.
         let (_, said) = host(B, &[A]);
         let mut answers = 0;
         for _ in 0..1000 {

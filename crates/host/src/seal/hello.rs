@@ -1,8 +1,9 @@
-//! The messages by which two hosts find a session, and what each of them does with one.
+//! The handshake by which two hosts establish a session.
 //!
-//! A message says a number that its sender has drawn, and the receiver's number as far as the sender has heard it. Both know that the other
-//! one is there, and not a copy of what it once said, when their own number has come back. Then each can open packets. It sends
-//! with the session once the other one has said that it can open packets, too, so that no packet is lost.
+//! A message has a number that its sender has drawn, and the receiver's number if the sender has received one. When a
+//! host gets its own number back, it knows that the other host is present and that the message is no replay. Then it
+//! can open packets of the session. It sends with the session only after the other host has announced that it can open
+//! packets, too, so that no packet is lost.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -14,17 +15,17 @@ use super::kind;
 use super::session::{DRAWN_BYTES, Direction, Drawn, Root, Session};
 
 const VERSION: u8 = 1;
-/// The sender can open packets of the session that the two numbers make.
+/// The sender can open packets of the session that the two numbers identify.
 const READY: u8 = 1;
-/// The sender does not know yet that the receiver can, and wants an answer.
+/// The sender does not know yet whether the receiver can, and wants an answer.
 const WAITS: u8 = 2;
 const TAG_BYTES: usize = 32;
 const SIGNED_BYTES: usize = VXLAN_BYTES + 4 + 2 * DRAWN_BYTES;
-/// Bytes of a message, the VXLAN header included.
+/// Bytes of a message with its VXLAN header.
 pub(super) const HELLO_BYTES: usize = SIGNED_BYTES + TAG_BYTES;
-/// A session that is younger than this is not given up for another one, nanoseconds: messages of its own beginning may still come.
+/// A session younger than this is not replaced, ns: messages of its own handshake may still arrive.
 const YOUNG_NS: u64 = 1_000_000_000;
-/// A session is replaced by another one, with fresh keys, after this time, nanoseconds.
+/// A session is replaced by another one, with fresh keys, after this time, ns.
 pub(super) const OLD_NS: u64 = 3_600_000_000_000;
 
 /// A message.
@@ -37,7 +38,7 @@ pub(super) struct Hello {
 }
 
 impl Hello {
-    /// Secret that a message names; `None` if it is none of this version.
+    /// Number of the secret that a message names; `None` if the message is not of this version.
     pub fn secret_of(packet: &[u8]) -> Option<u8> {
         let of_version = packet.len() == HELLO_BYTES && packet[VXLAN_BYTES] == VERSION;
         of_version.then(|| packet[VXLAN_BYTES + 1])
@@ -67,30 +68,30 @@ impl Hello {
     }
 }
 
-/// A session of this host.
+/// An established session of this host.
 pub(super) struct Open {
     pub session: Arc<Session>,
-    /// The other host has said that it can open packets.
+    /// The other host has announced that it can open packets.
     pub sends: bool,
     since_ns: u64,
 }
 
-/// A session that is sought.
+/// A session that is being established.
 struct Seeking {
     own: Drawn,
     heard: Option<Drawn>,
 }
 
-/// What came of a message.
+/// Result of a message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Outcome {
-    /// The sender is to be told how it stands here.
+    /// The sender must be sent this host's state.
     pub answer: bool,
-    /// There is another session, or one that can send now.
+    /// There is a new session, or the present one can be used to send now.
     pub changed: bool,
 }
 
-/// What this host and another one have said to each other under one secret.
+/// The handshake between this host and another one under one secret.
 pub(super) struct Exchange {
     root: Arc<Root>,
     here: IpAddr,
@@ -98,20 +99,20 @@ pub(super) struct Exchange {
     ours: hmac::Key,
     theirs: hmac::Key,
     seeking: Option<Seeking>,
-    /// The newest one first, and the one before it, whose packets may still be under way.
+    /// The newest session comes first, then the one before it, whose packets may still be under way.
     open: Vec<Open>,
 }
 
-/// Where an exchange gets what is new each time.
+/// Source of fresh numbers.
 pub(super) trait Draw {
-    /// Number for a session: never one before.
+    /// Number for a session, never used before.
     fn number(&mut self) -> u64;
-    /// 16 bytes that nobody can foretell; `None` if the kernel gives none.
+    /// 16 unpredictable bytes; `None` if the kernel gives none.
     fn drawn(&mut self) -> Option<Drawn>;
 }
 
 impl Exchange {
-    /// Nothing has been said. `None`: the kernel gives no random bytes.
+    /// A new exchange. `None` if the kernel gives no random bytes.
     pub fn new(root: Arc<Root>, here: IpAddr, there: IpAddr, draw: &mut impl Draw) -> Option<Self> {
         let (ours, theirs) =
             (root.hello_key(Direction::Out, here, there)?, root.hello_key(Direction::In, there, here)?);
@@ -124,34 +125,34 @@ impl Exchange {
         self.root.id()
     }
 
-    /// True if it is about this secret of this group.
+    /// True if the exchange is under this secret of this group.
     pub fn is_of(&self, root: &Arc<Root>) -> bool {
         Arc::ptr_eq(&self.root, root)
     }
 
-    /// Sessions, the newest one first.
+    /// The sessions, newest first.
     pub fn open(&self) -> &[Open] {
         &self.open
     }
 
-    /// The other host has to say something.
+    /// True if an answer of the other host is needed.
     pub fn waits(&self) -> bool {
         self.seeking.is_some() || self.open.first().is_some_and(|o| !o.sends)
     }
 
-    /// When its session is to be replaced.
+    /// When the session has to be replaced.
     pub fn old_at_ns(&self) -> Option<u64> {
         self.open.first().filter(|_| self.seeking.is_none()).map(|o| o.since_ns + OLD_NS)
     }
 
-    /// Seeks another session if the one that there is was long enough in use.
+    /// Starts replacing the session if it is old enough.
     pub fn age(&mut self, now_ns: u64, draw: &mut impl Draw) {
         if self.old_at_ns().is_some_and(|at| now_ns >= at) {
             self.seeking = draw.drawn().map(|own| Seeking { own, heard: None });
         }
     }
 
-    /// The message that says how it stands here.
+    /// The message that tells the other host the present state.
     pub fn message(&self) -> Option<[u8; HELLO_BYTES]> {
         let hello = match (&self.seeking, self.open.first()) {
             (Some(s), _) => Hello { own: s.own, heard: s.heard, ready: false, waits: true },
@@ -165,12 +166,12 @@ impl Exchange {
         Hello { own: o.session.own, heard: Some(o.session.theirs), ready: true, waits: !o.sends }
     }
 
-    /// Takes a message of the other host. `None` if it was made without the secret, or for something else.
+    /// Handles a message of the other host. `None` if it was made without the secret, or for another exchange.
     pub fn on_message(&mut self, packet: &[u8], now_ns: u64, draw: &mut impl Draw) -> Option<Outcome> {
         let h = Hello::read(packet, &self.theirs)?;
         let newest = self.open.first_mut();
         if let Some(o) = newest.filter(|o| o.session.theirs == h.own) {
-            // About the session that there is; its other end may not have heard all yet.
+            // The message concerns the present session. The other end may not know everything yet.
             let returned = h.heard == Some(o.session.own);
             let changed = returned && h.ready && !o.sends;
             o.sends |= changed;
@@ -224,15 +225,15 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Two hosts, and all that they have ever said to each other.
+    /// Two hosts, and all messages that they have ever sent to each other.
     struct Pair {
         draw: Seeded,
         now: u64,
         hosts: [Exchange; 2],
-        /// To which host, and what.
+        /// Destination host and message.
         under_way: Vec<(usize, Vec<u8>)>,
         said: Vec<(usize, Vec<u8>)>,
-        /// Pairs of numbers of each session that there ever was at a host.
+        /// Host and both numbers of each session that ever existed.
         sessions: Vec<(usize, Drawn, Drawn)>,
     }
 
@@ -255,7 +256,7 @@ mod tests {
             self.said.extend(message.map(|m| (1 - host, m)));
         }
 
-        /// Hands a message to a host; what it says of it.
+        /// Hands a message to a host; returns the result.
         fn deliver(&mut self, to: usize, message: &[u8]) -> Option<Outcome> {
             let newest = self.hosts[to].open.first().map(|o| o.session.number);
             let outcome = self.hosts[to].on_message(message, self.now, &mut self.draw);
@@ -267,7 +268,7 @@ mod tests {
             if outcome.is_some_and(|o| o.answer) {
                 self.say(to);
             }
-            // Who sends does so with what the other one can open.
+            // A host seals only with sessions that the other one can open.
             for (i, other) in [(0, 1), (1, 0)] {
                 for s in self.hosts[i].open.iter().filter(|o| o.sends).map(|o| &o.session) {
                     let fits = |o: &Open| o.session.own == s.theirs && o.session.theirs == s.own;
@@ -306,7 +307,7 @@ mod tests {
                         .for_each(|i| p.say(i));
                 }
                 if rng.next_u64() % 40 == 0 {
-                    // One of the two is started anew, and knows nothing.
+                    // One of the two is restarted, and has no state.
                     let i = (rng.next_u64() % 2) as usize;
                     p.hosts[i] = exchange(7, i, &mut p.draw);
                     p.sessions.retain(|s| s.0 != i);
@@ -321,7 +322,7 @@ mod tests {
                     let (to, message) = from[at].clone();
                     p.deliver(to, &message);
                 }
-                // Some are lost, some come again.
+                // Some messages are lost, some are repeated.
                 if rng.next_u64() % 2 == 0 && !p.under_way.is_empty() {
                     let at = (rng.next_u64() as usize) % p.under_way.len();
                     p.under_way.swap_remove(at);
@@ -338,7 +339,7 @@ mod tests {
                 p.settle();
             }
             assert!(p.agree(), "seed {seed}");
-            // All that was ever said comes again, and once more from who did not say it: they find another session, if any.
+            // All earlier messages are repeated, and reflected to their senders. This leads to another session at most.
             let said = p.said.clone();
             for (to, message) in &said {
                 assert_eq!(p.deliver(1 - to, message), None, "seed {seed}: reflected");
@@ -358,7 +359,7 @@ mod tests {
         p.say(0);
         p.settle();
         assert!(p.agree() && p.said.len() <= 5, "{} messages", p.said.len());
-        // Each bit of a message counts.
+        // Each bit of a message is protected.
         let (to, message) = p.said[0].clone();
         for at in 0..message.len() {
             let mut changed = message.clone();

@@ -1,15 +1,16 @@
-//! Sealed packets: with a secret of a group, every packet between the hosts of the group shows that its sender has the secret. Packets between
-//! two groups that a rule joins do the same with a secret of the pair: neither group's own opens them, so that a host that has one of the two
-//! groups only can pose as that one only.
+//! Sealed packets. If a group has a secret, every packet between hosts of the group proves that its sender has the
+//! secret. Packets between two groups that a rule joins are sealed with a secret of the pair. The own secret of either
+//! group does not open them, so a host that has only one of the two groups cannot pose as a host of the other.
 //!
-//! `secrets` has the secrets of a group, `session` the keys that two hosts derive from one, and what is done with each packet, `replay` the
-//! window of the packets that have come, and `hello` the messages by which two hosts find a session. Two threads use what was found: the
-//! switch's ([`Handshakes`]: messages and frames of the tunnel) and whoever has the port ([`Seals`]: RoCEv2, and datagrams that leave by the
-//! tunnel). [`Board`] stands between them. The format is in docs/spec/tunnel.md.
+//! `secrets` has the secrets of a group; `session` the keys that two hosts derive from a secret, and the sealing of
+//! packets; `replay` the window of received packet numbers; and `hello` the messages by which two hosts establish a
+//! session. Two threads use sessions: the switch's thread ([`Handshakes`]: messages and frames of the tunnel), and the
+//! thread that holds the port ([`Seals`]: RoCEv2, and datagrams that leave by the tunnel). [`Board`] connects them. The
+//! format is in docs/spec/tunnel.md.
 //!
-//! A sender without the secret makes this host keep nothing: a session begins only when a peer has returned, under the secret, a number
-//! that this host has just drawn. So no packet of an earlier session is taken, whichever of the two hosts has been started anew, and no
-//! key is used with a packet's number twice.
+//! A sender without the secret cannot make this host store anything: a session begins only when a peer has returned,
+//! authenticated with the secret, a number that this host has just drawn. So no packet of an earlier session is
+//! accepted, even if one of the hosts was restarted, and no key is used with the same packet number twice.
 
 mod board;
 mod handshakes;
@@ -30,10 +31,10 @@ pub(crate) use handshakes::{Around, Handshakes, JoinedHosts};
 pub(crate) use port::{Opened, Seals, mark_datagram};
 pub(crate) use session::{Sender, TAIL_BYTES};
 
-/// Who is at the other end: a host, and the number of its group if that is another one than this worker's.
+/// The other end: a host, and the number of its group if that is another one than this worker's.
 pub(crate) type End = (IpAddr, Option<u32>);
 
-/// What a packet of the tunnel is, in the last byte of its VXLAN header, which is 0 without a secret.
+/// The kind of a packet in the tunnel: the last byte of its VXLAN header, which is 0 without a secret.
 pub(crate) mod kind {
     /// A frame of a container's interface, sealed.
     pub const FRAME: u8 = 1;
@@ -41,6 +42,6 @@ pub(crate) mod kind {
     pub const DATAGRAM: u8 = 2;
     /// A message of the handshake.
     pub const HELLO: u8 = 3;
-    /// Where it stands.
+    /// Offset of the kind.
     pub const AT: usize = 7;
 }

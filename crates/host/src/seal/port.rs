@@ -1,4 +1,4 @@
-//! Sealing at the port, by whoever has it: RoCEv2 packets, and datagrams that leave by the tunnel.
+//! Sealing at the port: RoCEv2 packets, and datagrams that leave by the tunnel. Used by the thread that holds the port.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
@@ -28,37 +28,37 @@ impl Link {
     }
 }
 
-/// The sessions with the other end.
+/// The sessions with one other end.
 #[derive(Default)]
 struct Links {
     all: Vec<Link>,
-    /// Place of the one that is sent with.
+    /// Index of the session with which packets are sealed.
     send: Option<usize>,
     /// Name of its group, if that is another one.
     with: Option<Arc<str>>,
 }
 
-/// All sessions, as the port has them.
+/// All sessions, as the port uses them.
 pub(crate) struct Seals {
     board: Arc<Board>,
     group: String,
-    /// [`Board::changes`] when they were read.
+    /// [`Board::changes`] when the sessions were read.
     seen: u64,
-    /// Whose packets are sealed, in order; none without a secret.
+    /// The ends whose packets are sealed, sorted. Empty without a secret.
     ends: Vec<(End, Links)>,
-    /// Hosts whose packets need not be sealed, since not all of their groups have a secret.
+    /// Hosts whose packets need not be sealed, since some of their groups have no secret.
     plain: BTreeSet<IpAddr>,
-    /// Place of the end that was looked for last.
+    /// Index of the end that was looked up last.
     recent: Cell<usize>,
 }
 
 impl Seals {
-    /// Sessions that are, and will be, on the board.
+    /// Takes present and future sessions from the board.
     pub fn new(board: Arc<Board>, group: &str) -> Seals {
         Seals { board, group: group.into(), seen: 0, ends: Vec::new(), plain: BTreeSet::new(), recent: Cell::new(0) }
     }
 
-    /// Takes over what is new on the board. If nothing is, this is one look at a number.
+    /// Reads the board if it has changed. If not, this costs one load of a number.
     pub fn refresh(&mut self) {
         let changes = self.board.changes();
         if changes == self.seen {
@@ -94,7 +94,7 @@ impl Seals {
         self.find(to).is_some_and(|at| self.ends[at].1.send.is_some())
     }
 
-    /// What seals RoCEv2 packets to the other end, or datagrams for the tunnel.
+    /// The sender that seals RoCEv2 packets to the other end or, with `tunnel`, datagrams for the tunnel.
     pub fn sender(&mut self, to: End, tunnel: bool) -> Option<&mut Sender> {
         let at = self.find(to)?;
         let links = &mut self.ends[at].1;
@@ -102,8 +102,8 @@ impl Seals {
         Some(if tunnel { &mut link.datagrams } else { &mut link.roce.0 })
     }
 
-    /// What opens the packets of a host, if any of its groups sends them sealed. That includes sessions of which the host has heard since
-    /// the port was asked for packets.
+    /// The opener of a host's packets, if any of its groups seals them. It includes sessions that were posted after the
+    /// port was asked for packets.
     pub fn opener(&mut self, from: IpAddr) -> Option<Opener<'_>> {
         self.refresh();
         if self.ends.is_empty() {
@@ -117,26 +117,26 @@ impl Seals {
     }
 }
 
-/// What came of a packet. Its ICRC is cut off.
+/// Result of opening a packet. Its ICRC is removed.
 pub(crate) enum Opened<'a> {
-    /// It was sealed by a host of the group with this number, or of this one's own.
+    /// Sealed by a host of the group with this number, or of this worker's own group.
     Sealed(Option<u32>, &'a [u8]),
-    /// It is as packets are without a secret.
+    /// Not sealed.
     Plain(&'a [u8]),
-    /// It is as packets are without a secret, with a wrong ICRC.
+    /// Not sealed, with a wrong ICRC.
     WrongIcrc,
-    /// It is dropped, and counted.
+    /// Dropped and counted.
     Dropped,
 }
 
 impl<'a> Opened<'a> {
-    /// What comes of a packet that need not be sealed; `plain` checks its ICRC, and cuts it off.
+    /// Handles a packet that need not be sealed. `plain` checks and removes its ICRC.
     pub fn unsealed(packet: &'a [u8], plain: impl FnOnce(&'a [u8]) -> Option<&'a [u8]>) -> Opened<'a> {
         plain(packet).map_or(Opened::WrongIcrc, Opened::Plain)
     }
 }
 
-/// What opens the packets of a host.
+/// Opens the packets of one host.
 pub(crate) struct Opener<'s> {
     from: IpAddr,
     ends: &'s mut [(End, Links)],
@@ -146,7 +146,7 @@ pub(crate) struct Opener<'s> {
 }
 
 impl Opener<'_> {
-    /// Opens a RoCEv2 packet that came to `to`. `plain` says of one that is of no session whether its ICRC is right, and cuts that off.
+    /// Opens a RoCEv2 packet to address `to`. If it belongs to no session, `plain` checks and removes its ICRC.
     pub fn open<'a>(
         &mut self,
         to: IpAddr,
@@ -168,7 +168,7 @@ impl Opener<'_> {
         Opened::Dropped
     }
 
-    /// A packet of no session.
+    /// Handles a packet that belongs to no session.
     fn unknown<'a>(&self, packet: &'a [u8], plain: impl FnOnce(&'a [u8]) -> Option<&'a [u8]>) -> Opened<'a> {
         if self.plain {
             return Opened::unsealed(packet, plain);
@@ -184,7 +184,7 @@ impl Opener<'_> {
     }
 }
 
-/// Says in a datagram's VXLAN header that it is sealed.
+/// Marks a datagram as sealed in its VXLAN header.
 pub(crate) fn mark_datagram(packet: &mut [u8]) {
     packet.get_mut(kind::AT).into_iter().for_each(|b| *b = kind::DATAGRAM);
 }

@@ -1,10 +1,10 @@
-//! Which packets of a session have come: a window that slides behind the greatest number (RFC 6479).
+//! Received packet numbers of a session: a sliding window that ends at the greatest number (RFC 6479).
 
 const WORDS: usize = 65;
-/// How far behind the greatest number a packet may come.
+/// A packet is accepted if its number is less than this below the greatest one.
 pub(super) const WINDOW: u64 = 64 * (WORDS as u64 - 1);
 
-/// The window. A number is looked up before its packet is believed, and noted afterwards.
+/// The window. A number is checked before its packet is authenticated, and recorded afterwards.
 pub(super) struct Window {
     greatest: u64,
     /// A ring of bits, one for each number.
@@ -12,7 +12,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Nothing has come.
+    /// No packet was received.
     pub fn new() -> Self {
         Window { greatest: 0, seen: Box::new([0; WORDS]) }
     }
@@ -21,13 +21,13 @@ impl Window {
         ((n / 64 % WORDS as u64) as usize, 1 << (n % 64))
     }
 
-    /// True if a packet with this number has not come yet, and could be told from one that has.
+    /// True if the number is within or above the window, and no packet with it was received.
     pub fn is_new(&self, n: u64) -> bool {
         let (word, bit) = Window::place(n);
         n > self.greatest || self.greatest - n < WINDOW && self.seen[word] & bit == 0
     }
 
-    /// A packet with this number has come.
+    /// Records a packet with this number.
     pub fn note(&mut self, n: u64) {
         if n > self.greatest {
             let words = (n / 64 - self.greatest / 64).min(WORDS as u64);
@@ -53,7 +53,7 @@ mod tests {
         let (mut window, mut came, mut greatest) = (Window::new(), BTreeSet::new(), 0u64);
         for _ in 0..200_000 {
             let n = match rng.next_u64() % 100 {
-                // Now and then many are lost, also more than the window is wide.
+                // Sometimes many packets are lost, even more than the window covers.
                 0 => greatest + rng.next_u64() % (2 * WINDOW),
                 _ => (greatest + 40).saturating_sub(rng.next_u64() % (WINDOW + 400)),
             };

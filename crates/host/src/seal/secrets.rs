@@ -1,4 +1,5 @@
-//! The secrets of a group. Between processes they pass as a memory file, which is no part of any message, log or core dump.
+//! The secrets of a group. Processes pass them to each other as a memory file, so that they are in no message, log or
+//! core dump.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,15 +18,15 @@ pub const SECRET_BYTES: usize = 32;
 pub const MAX_SECRETS: usize = 3;
 /// Most other groups with which a group has secrets.
 pub const MAX_PAIRS: usize = 4096;
-/// Longest file that has the secrets of a group: of each set of secrets a byte for the length of the other group's name, the name, a byte for
-/// which secret to send with, one for how many there are, and each with its number.
+/// Longest file with the secrets of a group. Each set has the length of the other group's name (1 byte), the name, the
+/// number of the secret to send with (1 byte), the count of secrets (1 byte), and each secret with its number.
 const MAX_FILE_BYTES: usize = (1 + MAX_PAIRS) * (1 + MAX_NAME_BYTES + 2 + MAX_SECRETS * (1 + SECRET_BYTES));
 
-/// A secret and its number, by which hosts tell the secrets of a group apart.
+/// A secret and its number, by which hosts distinguish the secrets of a group.
 #[derive(Clone, PartialEq, Eq, Zeroize, ZeroizeOnDrop)]
 pub struct Secret {
     id: u8,
-    /// In a place of its own, so that a list that grows leaves no copy.
+    /// Allocated separately, so that a growing list leaves no copy in memory.
     key: Box<[u8; SECRET_BYTES]>,
 }
 
@@ -36,12 +37,12 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// A secret that somebody else has numbered.
+    /// A secret with a given number.
     pub fn new(id: u8, key: &[u8; SECRET_BYTES]) -> Secret {
         Secret { id, key: Box::new(*key) }
     }
 
-    /// A secret whose number follows from it, so that hosts that read the same file have the same number for it.
+    /// A secret whose number is derived from it, so that hosts that read the same file use the same number.
     pub fn numbered(key: &[u8; SECRET_BYTES]) -> Secret {
         let mut id = [0];
         // One byte can always be derived.
@@ -61,10 +62,10 @@ impl Secret {
         &self.key
     }
 
-    /// Reads a secret from a file that an administrator has made: 32 bytes, or 64 hexadecimal digits.
+    /// Reads a secret from an administrator's file: 32 bytes, or 64 hexadecimal digits.
     ///
     /// # Errors
-    /// One line: others can read the file too, or it has something else in it.
+    /// One line: other users can read the file, or its content is no secret.
     pub fn read(file: BorrowedFd<'_>) -> Result<Secret, String> {
         let stat = rustix::fs::fstat(file).map_err(|e| format!("the file of the secret: {e}"))?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -103,7 +104,7 @@ impl hkdf::KeyType for Length {
     }
 }
 
-/// The secrets of a group, oldest first: this host sends with one of them, and takes what was sent with any of them.
+/// The secrets of a group, oldest first. This host sends with one of them and accepts packets sealed with any of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Secrets {
     all: Vec<Secret>,
@@ -111,11 +112,11 @@ pub struct Secrets {
 }
 
 impl Secrets {
-    /// Up to [`MAX_SECRETS`] secrets, and the number of the one to send with. To a host that does not have that one, the latest other that
-    /// both have is used.
+    /// Up to [`MAX_SECRETS`] secrets, and the number of the one to send with. For a host that does not have that
+    /// secret, the latest other secret that both hosts have is used.
     ///
     /// # Errors
-    /// One line: too many, two with one number, or the one to send with is not among them.
+    /// One line: too many secrets, two with one number, or the one to send with is missing.
     pub fn new(all: Vec<Secret>, send: u8) -> Result<Secrets, String> {
         if all.is_empty() || all.len() > MAX_SECRETS {
             return Err(format!("a group has 1 to {MAX_SECRETS} secrets, not {}", all.len()));
@@ -135,10 +136,10 @@ impl Secrets {
         Secrets { all: vec![secret], send }
     }
 
-    /// From now on this host sends with this secret. Those before it are taken on, the oldest excepted if there are too many.
+    /// Makes `secret` the one to send with. Earlier secrets stay accepted, except the oldest if there are too many.
     ///
     /// # Errors
-    /// One line: another secret has the number of this one.
+    /// One line: another secret has the same number.
     pub fn rotate(&mut self, secret: Secret) -> Result<(), String> {
         if self.all.iter().any(|s| s.id == secret.id && s.key != secret.key) {
             return Err("the new secret has the number of one that the group has; make another one, since hosts could not tell them apart".into());
@@ -152,35 +153,35 @@ impl Secrets {
         Ok(())
     }
 
-    /// Takes nothing any more that was sent with another secret than the one that this host sends with.
+    /// Accepts only the secret with which this host sends from now on.
     pub fn forget_others(&mut self) {
         self.all.retain(|s| s.id == self.send);
     }
 
-    /// Numbers of all.
+    /// Numbers of all secrets.
     pub fn ids(&self) -> Vec<u8> {
         self.all.iter().map(|s| s.id).collect()
     }
 
-    /// Number of the one that this host sends with.
+    /// Number of the secret with which this host sends.
     pub fn sends_with(&self) -> u8 {
         self.send
     }
 
-    /// Those that this host may send with, the best one first.
+    /// The secrets with which this host may send, in order of preference.
     pub(super) fn by_preference(&self) -> impl Iterator<Item = &Secret> {
         let first = self.all.iter().filter(|s| s.id == self.send);
         first.chain(self.all.iter().rev().filter(|s| s.id != self.send))
     }
 }
 
-/// All secrets that a host has of a group: the group's own, and those for packets between it and groups that rules join with it.
+/// All secrets of a group on a host: the group's own secrets, and the secrets of its pairs with joined groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GroupSecrets {
-    /// For packets within the group. Without them, and without those of a pair, packets are not sealed.
+    /// For packets within the group. Without own secrets and without secrets of a pair, packets are not sealed.
     pub own: Option<Secrets>,
-    /// For packets between the group and another one, by that one's name. If the group has secrets of its own, then nothing passes between it
-    /// and a group that is not here.
+    /// For packets between the group and another one, by the other group's name. If the group has secrets of its own,
+    /// no packets pass between it and a group that is missing here.
     pub with: BTreeMap<String, Secrets>,
 }
 
@@ -190,12 +191,12 @@ impl GroupSecrets {
         self.own.is_none() && self.with.is_empty()
     }
 
-    /// Those of the group, or of it and another one.
+    /// The secrets of the group, or of its pair with another group.
     pub fn of(&self, with: Option<&str>) -> Option<&Secrets> {
         with.map_or(self.own.as_ref(), |other| self.with.get(other))
     }
 
-    /// Puts others in the place of those of the group, or of it and another one.
+    /// Replaces the secrets of the group, or of its pair with another group.
     ///
     /// # Errors
     /// One line: there is no room for another pair.
@@ -215,14 +216,14 @@ impl GroupSecrets {
         Ok(())
     }
 
-    /// A memory file that has them.
+    /// Writes the secrets to a new memory file.
     ///
     /// # Errors
-    /// Those of `memfd_create(2)` and `pwrite(2)`.
+    /// Errors of `memfd_create(2)` and `pwrite(2)`.
     pub(crate) fn to_file(&self) -> io::Result<OwnedFd> {
         let all = self.own.iter().map(|s| ("", s)).chain(self.with.iter().map(|(name, s)| (name.as_str(), s)));
         let bytes_of = |(name, s): (&str, &Secrets)| 1 + name.len() + 2 + s.all.len() * (1 + SECRET_BYTES);
-        // With room for all, so that it leaves no copy where it was before.
+        // Allocated in full size, so that growing leaves no copy in memory.
         let mut bytes = Zeroizing::new(Vec::with_capacity(all.clone().map(bytes_of).sum()));
         for (name, s) in all {
             bytes.push(name.len() as u8);
@@ -244,10 +245,10 @@ impl GroupSecrets {
         Ok(file)
     }
 
-    /// Those of such a file.
+    /// Reads the secrets from such a file.
     ///
     /// # Errors
-    /// It is none.
+    /// The file has no secrets, or is malformed.
     pub(crate) fn of_file(file: impl AsFd) -> io::Result<GroupSecrets> {
         let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
         let size = usize::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(usize::MAX);
@@ -270,7 +271,8 @@ impl GroupSecrets {
     }
 }
 
-/// A set of secrets at the beginning of these bytes, with the other group's name, and what follows; `None` if there is none.
+/// The set of secrets at the start of `bytes`: the other group's name, the secrets, and the remaining bytes; `None` if
+/// there is no set.
 fn read_set(bytes: &[u8]) -> Option<(&str, Result<Secrets, String>, &[u8])> {
     let (&length, rest) = bytes.split_first()?;
     let (name, rest) = rest.split_at_checked(length.into())?;
@@ -283,7 +285,7 @@ fn read_set(bytes: &[u8]) -> Option<(&str, Result<Secrets, String>, &[u8])> {
     Some((std::str::from_utf8(name).ok()?, Secrets::new(all, send), rest))
 }
 
-/// Reads a file from its beginning on; how many bytes it has, as far as there is room.
+/// Reads a file from its start; returns the number of bytes, at most the length of `bytes`.
 fn read_at(file: BorrowedFd<'_>, bytes: &mut [u8]) -> io::Result<usize> {
     let mut n = 0;
     while n < bytes.len() {

@@ -1,5 +1,5 @@
-//! The keys that two hosts derive from a secret, and what is done with each packet: AES-128-GCM, of which the first bytes of a packet stay
-//! readable, since the kernels find workers by them, and the network its flows.
+//! The keys that two hosts derive from a secret, and the sealing of packets: AES-128-GCM. The first bytes of a packet
+//! stay readable, because kernels find the worker by them, and the network the flow.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use unirdma_formats::net::{VXLAN_BYTES, vxlan, vxlan_from};
 use super::replay::Window;
 use super::secrets::Secret;
 
-/// Bytes that a packet has more than without a secret: tag, index of the session at the receiver, number of the packet.
+/// Bytes that sealing adds to a packet: the tag, the index of the session at the receiver, and the packet's number.
 pub(crate) const TAIL_BYTES: usize = TAG_BYTES + INDEX_BYTES + NUMBER_BYTES;
 const TAG_BYTES: usize = 16;
 const INDEX_BYTES: usize = 4;
 const NUMBER_BYTES: usize = 8;
-/// Bytes of a packet that are not encrypted: up to the destination QPN, or a VXLAN header.
+/// Unencrypted bytes of a packet: up to the destination QPN, or a VXLAN header.
 const CLEAR_BYTES: usize = 8;
-/// Bytes of the numbers that hosts draw for a session.
+/// Bytes of a number that a host draws for a session.
 pub(super) const DRAWN_BYTES: usize = 16;
 
 /// A number that a host has drawn for a session.
 pub(super) type Drawn = [u8; DRAWN_BYTES];
 
-/// What packets of one key have in common. Each has its own numbers, so that no two threads share a count.
+/// The use of a key. Each channel counts its own packet numbers, so that no two threads share a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Channel {
     /// RoCEv2 on its own port.
@@ -36,35 +36,35 @@ pub(crate) enum Channel {
     Datagrams = 2,
 }
 
-/// Why a packet is not taken.
+/// The reason why a packet is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// It is of no session with its sender; perhaps it is not sealed at all.
+    /// It belongs to no session with its sender; perhaps it is not sealed.
     Unknown,
     /// Its tag is wrong.
     WrongTag,
-    /// It came already, or so late that nobody knows.
+    /// It was received before, or arrived so late that this cannot be told.
     Replayed,
 }
 
-/// A group by its number and its name.
+/// Number and name of a group.
 pub(super) type Named<'a> = (u32, &'a str);
 
-/// In which direction packets go.
+/// The direction of packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     Out,
     In,
 }
 
-/// What keys of a secret are derived from: for one group, or for packets between it and another one.
+/// The root of all keys of a secret: for one group, or for a pair of groups.
 pub(super) struct Root {
     secret: Secret,
     prk: hkdf::Prk,
-    /// Number and name of the own group, and of the other one.
+    /// Number and name of this worker's group, and of the other group of a pair.
     own: Vec<u8>,
     other: Option<Vec<u8>>,
-    /// VXLAN header of what this host sends.
+    /// VXLAN header of packets that this host sends.
     header: [u8; VXLAN_BYTES],
 }
 
@@ -76,7 +76,7 @@ impl Root {
         Root { secret: secret.clone(), prk, own: bytes_of(own), other: other.map(bytes_of), header }
     }
 
-    /// True if it is one of this secret and these groups.
+    /// True if this is the root for this secret and these groups.
     pub fn is_of(&self, secret: &Secret, own: Named<'_>, other: Option<Named<'_>>) -> bool {
         self.secret == *secret && self.own == bytes_of(own) && self.other == other.map(bytes_of)
     }
@@ -86,13 +86,13 @@ impl Root {
         self.secret.id()
     }
 
-    /// VXLAN header of what this host sends.
+    /// VXLAN header of packets that this host sends.
     pub fn header(&self) -> [u8; VXLAN_BYTES] {
         self.header
     }
 
-    /// What tells a key from all others of the secret: what it is for, the groups and the hosts from and to which packets go, and the numbers
-    /// that the hosts have drawn.
+    /// The data that distinguishes a key from all others of the secret: its purpose, the groups and hosts of sender and
+    /// receiver, and the numbers that the hosts have drawn.
     fn info(&self, purpose: &[u8], way: Direction, from: (IpAddr, &Drawn), to: (IpAddr, &Drawn)) -> Vec<u8> {
         let groups = match (&self.other, way) {
             (None, _) => [&self.own[..], &[]],
@@ -121,7 +121,7 @@ impl Root {
         okm.ok().map(|okm| LessSafeKey::new(UnboundKey::from(okm)))
     }
 
-    /// The key of the messages from one host to another by which they find sessions.
+    /// The key of handshake messages from one host to another.
     pub fn hello_key(&self, way: Direction, from: IpAddr, to: IpAddr) -> Option<hmac::Key> {
         let nothing = [0; DRAWN_BYTES];
         let info = self.info(b"hello", way, (from, &nothing), (to, &nothing));
@@ -134,9 +134,9 @@ fn bytes_of((vni, name): Named<'_>) -> Vec<u8> {
     [&vni.to_be_bytes()[1..], &[name.len() as u8], name.as_bytes()].concat()
 }
 
-/// What two hosts have found: all that the keys of their packets follow from.
+/// A session of two hosts: all data from which its keys are derived.
 pub(crate) struct Session {
-    /// Tells it from all others of this process.
+    /// Unique in this process.
     pub number: u64,
     pub root: Arc<Root>,
     pub here: IpAddr,
@@ -146,25 +146,27 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// The index by which the receiver of a packet finds the session: the beginning of the number that it has drawn.
+    /// The index by which the receiver of a packet finds the session: the first bytes of the number that the receiver
+    /// has drawn.
     pub fn index(drawn: &Drawn) -> [u8; INDEX_BYTES] {
         [drawn[0], drawn[1], drawn[2], drawn[3]]
     }
 
-    /// The sender's half of a channel. It is made once: its packets are numbered from 0 on.
+    /// The sender of a channel. Must be made only once, because its packets are numbered from 0.
     pub fn sender(&self, channel: Channel) -> Option<Sender> {
         let key = self.root.packet_key(channel, Direction::Out, (self.here, &self.own), (self.there, &self.theirs))?;
         Some(Sender { key, index: Session::index(&self.theirs), next: 0 })
     }
 
-    /// The receiver's half. It is made once, too: another one would not know what has come.
+    /// The receiver of a channel. Must be made only once, too, because another one would not know the packets received
+    /// before.
     pub fn receiver(&self, channel: Channel) -> Option<Receiver> {
         let key = self.root.packet_key(channel, Direction::In, (self.there, &self.theirs), (self.here, &self.own))?;
         Some(Receiver { key, window: Window::new() })
     }
 }
 
-/// What seals packets.
+/// Seals packets.
 pub(crate) struct Sender {
     key: LessSafeKey,
     index: [u8; INDEX_BYTES],
@@ -172,7 +174,8 @@ pub(crate) struct Sender {
 }
 
 impl Sender {
-    /// Seals a packet, which ends with room for [`TAIL_BYTES`]. A packet without room for that and the readable beginning stays as it is.
+    /// Seals a packet, which must end with room for [`TAIL_BYTES`]. A packet without room for that and the readable
+    /// part stays unchanged.
     pub fn seal(&mut self, packet: &mut [u8]) {
         let Some(end) = packet.len().checked_sub(TAIL_BYTES).filter(|&n| n >= CLEAR_BYTES) else { return };
         let (packet, tail) = packet.split_at_mut(end);
@@ -187,23 +190,23 @@ impl Sender {
     }
 }
 
-/// What opens packets.
+/// Opens packets.
 pub(crate) struct Receiver {
     key: LessSafeKey,
     window: Window,
 }
 
-/// The session that a packet names, as an index of its receiver; `None` if it is too short to be sealed.
+/// The receiver's index of the session that a packet names; `None` if the packet is too short to be sealed.
 pub(crate) fn index_of(packet: &[u8]) -> Option<[u8; INDEX_BYTES]> {
     let at = packet.len().checked_sub(INDEX_BYTES + NUMBER_BYTES).filter(|&at| at >= CLEAR_BYTES + TAG_BYTES)?;
     packet[at..].first_chunk().copied()
 }
 
 impl Receiver {
-    /// Opens a packet of this session: what it was before it was sealed.
+    /// Opens a packet of this session; returns the packet as it was before sealing.
     ///
     /// # Errors
-    /// Why not. Its bytes mean nothing then.
+    /// The reason. The packet's bytes are meaningless then.
     pub fn open<'a>(&mut self, packet: &'a mut [u8]) -> Result<&'a mut [u8], Refusal> {
         let (sealed, number) = packet.split_last_chunk_mut::<NUMBER_BYTES>().ok_or(Refusal::Unknown)?;
         let n = u64::from_be_bytes(*number);
@@ -255,13 +258,13 @@ mod tests {
             assert_eq!(sealed[..8], [3; 8], "the kernel finds the worker by these");
             assert!(len < 24 || sealed[8..24] != [3; 16], "length {len}");
             assert_eq!(index_of(&sealed), Some([2; 4]));
-            // Each bit counts but those of the index, by which the key was found.
+            // Each bit is protected except the index, by which the key was found.
             for at in (0..len + 16).step_by(7).chain(len + 20..sealed.len()) {
                 let mut changed = sealed.clone();
                 changed[at] ^= 0x10;
                 assert!(back.open(&mut changed).is_err(), "length {len}, byte {at}");
             }
-            // Another key: group, secret, host, direction, channel.
+            // Receivers with other keys: other group, secret, host, direction, channel.
             let others = [
                 ends(8, (5, "blue"), A, B)[1].receiver(Channel::Roce),
                 ends(7, (6, "blue"), A, B)[1].receiver(Channel::Roce),
