@@ -1,5 +1,6 @@
-//! Confinement as the kernel has it: each test starts this program anew, confines it, and lets it do what a worker may and may not do.
-//! Run by root, everything is tried as root and as an ordinary user. What a container refuses must be said by the confinement itself.
+//! Tests of the confinement with a real kernel. Each test starts this program anew, confines it, and lets it do what a
+//! worker may and may not do. Root runs each test as root and as an ordinary user. If a container refuses a measure,
+//! the confinement itself must report that.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,7 +13,7 @@ use rustix::process::{DumpableBehavior, Gid, Pid, Resource, Uid, getpid, getrlim
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use unirdma_host::confine::{self, CgroupLimits, Cgroups, InForce, Kind, Needs, Options, Plan};
 
-/// What it shows, and how; as root or as an ordinary user.
+/// Name and function of a test. The argument is true for root and false for an ordinary user.
 type Test = (&'static str, fn(bool));
 
 /// An ordinary user.
@@ -39,7 +40,7 @@ fn main() {
     ];
     let filter = arguments.iter().find(|a| !a.starts_with('-'));
     let both = TESTS.into_iter().flat_map(|t| [(t, true), (t, false)]).filter(|(_, root)| is_root() || !root);
-    // A process that was root may still own the cgroup that it is in; so that is tried as who runs the tests.
+    // A process that was root may still own its cgroup, so this test runs only as the user who runs the tests.
     for ((name, test), root) in both.chain([(("a cgroup holds its worker", cgroup as fn(bool)), is_root())]) {
         if filter.is_none_or(|f| name.contains(f.as_str())) {
             test(root);
@@ -54,7 +55,7 @@ fn is_root() -> bool {
 
 // --- the program that is confined ---
 
-/// Becomes an ordinary user, if that is asked for.
+/// Becomes an ordinary user if `who` is "user".
 fn become_ordinary(who: &str) {
     if who == "user" && is_root() {
         let (uid, gid) = (Uid::from_raw(NOBODY), Gid::from_raw(NOBODY));
@@ -82,7 +83,7 @@ fn child(arguments: &[String]) {
             confined(&plan());
             Kind::ALL.into_iter().for_each(live);
             confine::thread(Kind::Control);
-            // Also those that start threads when they have their filter.
+            // Also kinds whose threads are started by a thread that has its filter already.
             live(Kind::Capture);
             live(Kind::Closer);
             println!("lived");
@@ -105,13 +106,13 @@ fn confined(plan: &Plan) -> InForce {
     confine::enter(plan)
 }
 
-/// Says that it is ready, and ends with its standard input.
+/// Reports that it is ready, and waits until its standard input ends.
 fn wait() {
     println!("ready");
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
-/// Makes a call in a thread of a kind, and exits with its error.
+/// Makes a system call in a thread of a kind, and exits with its error.
 fn in_thread(kind: Kind, name: String) {
     let make = move || {
         confine::thread(kind);
@@ -125,8 +126,8 @@ fn call(name: &str) -> i32 {
     let (page, null) = (4096, std::ptr::null_mut::<libc::c_void>());
     let (read, exec) = (libc::PROT_READ, libc::PROT_READ | libc::PROT_EXEC);
     let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: each call has valid arguments, refers to no memory, or to memory that it has just made; those that would change the
-    // process must not succeed.
+    // SAFETY: each call has valid arguments, and refers to no memory or to memory that it has just made. Calls that
+    // would change the process must not succeed.
     let result = unsafe {
         match name {
             "execve" => {
@@ -192,7 +193,7 @@ fn made_fd(fd: i32) -> i64 {
     fd.min(0).into()
 }
 
-/// Has room for anything.
+/// An account with room for anything.
 struct Room;
 
 impl unirdma_mem::holes::Account for Room {
@@ -202,7 +203,7 @@ impl unirdma_mem::holes::Account for Room {
     fn end(&self, _: u64, _: u64) {}
 }
 
-/// What every thread does: it allocates, waits, logs, fills holes of sparse files, and ends.
+/// Actions of every thread: it allocates, waits, logs, fills holes of sparse files, and ends.
 fn live(kind: Kind) {
     let file = rustix::fs::memfd_create(c"sparse", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 4096).unwrap();
@@ -232,7 +233,7 @@ fn live(kind: Kind) {
     thread.unwrap().join().unwrap();
 }
 
-/// Has too little of everything, and looks what that means.
+/// Runs with low limits and checks their effect.
 fn limited() {
     let mut plan = plan();
     (plan.limits.data, plan.limits.descriptors) = (256 << 20, 40);
@@ -240,7 +241,7 @@ fn limited() {
     rustix::fs::ftruncate(&spare, 1 << 46).unwrap();
     confined(&plan);
     assert!(Vec::<u8>::new().try_reserve_exact(512 << 20).is_err(), "more memory than the limit");
-    // What is a tenant's does not count, nor do addresses.
+    // Memory of tenants and address space do not count.
     let map = |len: usize, protection, flags, fd| {
         // SAFETY: a new mapping at an address of the kernel's choice, which nobody uses.
         made(unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, fd, 0) }) == 0
@@ -264,12 +265,12 @@ fn opens() {
     assert!(std::fs::File::open("/etc/passwd").is_err());
     assert!(std::fs::File::create("/tmp/unirdma-confine").is_err());
     assert!(BufReader::new(&passwd).lines().any(|l| l.unwrap().starts_with("root:")));
-    // The kind of a descriptor is known by its name.
+    // The type of a descriptor is still known by its name.
     assert_eq!(std::fs::read_link(format!("/proc/self/fd/{}", passwd.as_raw_fd())).unwrap(), known);
     println!("opened");
 }
 
-/// In a container that filters calls itself, and has no user to become.
+/// As in a container that filters system calls itself, and has no other user.
 fn contained() {
     let calls = [libc::SYS_landlock_create_ruleset, libc::SYS_seccomp, libc::SYS_setresuid];
     let refuse = SeccompAction::Errno(EPERM as u32);
@@ -278,7 +279,7 @@ fn contained() {
     let filter: BpfProgram = SeccompFilter::new(calls, SeccompAction::Allow, refuse, arch).unwrap().try_into().unwrap();
     seccompiler::apply_filter(&filter).unwrap();
     let says = confined(&plan());
-    // The right to more weight depends on the user and on the container.
+    // Whether the weight can be raised depends on the user and on the container.
     let missing: Vec<&str> = says.missing().map(|m| m.name.as_str()).filter(|&name| name != "weight").collect();
     assert_eq!(missing, ["user", "landlock", "seccomp"], "{says}");
     Kind::ALL.into_iter().for_each(confine::thread);
@@ -286,7 +287,7 @@ fn contained() {
     println!("{says}");
 }
 
-/// A supervisor that starts a worker, and ends it.
+/// A supervisor that starts and ends a worker.
 fn supervise() {
     let kept = confine::confine_supervisor(Needs { workers: is_root(), ..Needs::default() });
     println!("{}", serde_json::to_string(&kept).unwrap());
@@ -299,7 +300,7 @@ fn supervise() {
     assert_eq!(worker.wait().unwrap().signal(), Some(libc::SIGKILL));
 }
 
-/// Takes memory without end.
+/// Allocates memory without end.
 fn hog() {
     wait();
     let mut all = Vec::new();
@@ -308,9 +309,9 @@ fn hog() {
     }
 }
 
-// --- what is looked at from outside ---
+// --- checks from outside ---
 
-/// Starts this program anew, as root or as an ordinary user.
+/// Starts this program again, as root or as an ordinary user.
 fn start(who: &str, arguments: &[&str]) -> Child {
     let mut c = Command::new("/proc/self/exe");
     c.arg("child").arg(who).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -325,7 +326,7 @@ fn pid(c: &Child) -> Pid {
     Pid::from_child(c)
 }
 
-/// Runs it to its end.
+/// Runs the program to its end.
 fn run(root: bool, arguments: &[&str]) -> (ExitStatus, String, String) {
     let out = start(who(root), arguments).wait_with_output().unwrap();
     (out.status, String::from_utf8_lossy(&out.stdout).into(), String::from_utf8_lossy(&out.stderr).into())
@@ -336,7 +337,7 @@ fn runs_well(root: bool, what: &str, says: &str) {
     assert!(status.success() && out.contains(says), "{what}: {status}: {out}{err}");
 }
 
-/// The next line that a child says.
+/// The next output line of a child.
 fn line(c: &mut Child) -> String {
     let mut bytes = Vec::new();
     let mut byte = [0];
@@ -353,7 +354,7 @@ fn status(pid: Pid, name: &str) -> Option<String> {
     text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':').map(|v| v.trim().to_string()))
 }
 
-/// True where the kernel filters system calls. A container may refuse that.
+/// True if the kernel filters system calls. A container may refuse that.
 fn filters(root: bool) -> bool {
     let mut c = start(who(root), &["wait"]);
     let says: InForce = serde_json::from_str(&line(&mut c)).unwrap();
@@ -467,7 +468,8 @@ fn no_rights(root: bool) {
     let all = ["limits", "user", "capabilities", "no_new_privs", "weight", "core_dumps", "landlock", "seccomp"];
     assert_eq!(names, all);
     for m in says.missing() {
-        // Only root can change its user. Kernels and containers may lack the others, and their root the right to more weight.
+        // Only root can change its user. Kernels and containers may lack the other measures, and root of a container
+        // may not raise weights.
         let may_lack = ["landlock", "seccomp", "weight"].contains(&m.name.as_str());
         assert!(m.name == "user" && !root || may_lack, "{says}");
         assert!(!m.detail.is_empty());
@@ -492,7 +494,7 @@ fn no_rights(root: bool) {
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", c.id())).unwrap();
     let core = limits.lines().find(|l| l.starts_with("Max core file size")).unwrap();
     assert_eq!(core.split_whitespace().collect::<Vec<_>>()[4..6], ["0", "0"]);
-    // The files of a process that cannot be dumped are root's.
+    // The /proc files of a process that is not dumpable belong to root.
     use std::os::unix::fs::MetadataExt;
     assert_eq!(std::fs::metadata(format!("/proc/{}/mem", c.id())).unwrap().uid(), 0);
     drop(c.stdin.take());
@@ -535,14 +537,15 @@ fn supervisor(root: bool) {
     let lines: Vec<&str> = out.lines().collect();
     let says: InForce = serde_json::from_str(lines[0]).unwrap();
     assert_eq!(says.missing().count(), 0, "{says}");
-    // DAC_READ_SEARCH, KILL, SETGID, SETUID, SETPCAP are bits 2, 5, 6, 7 and 8. Bit 23 is SYS_NICE, which the root of a container may lack.
+    // DAC_READ_SEARCH, KILL, SETGID, SETUID, SETPCAP are bits 2, 5, 6, 7 and 8. Bit 23 is SYS_NICE, which the root of a
+    // container may lack.
     let kept = if root { 0x1e4 } else { 0 };
     assert_eq!(u64::from_str_radix(lines[1], 16).map(|k| k & !(u64::from(root) << 23)), Ok(kept), "{says}");
     let uid = if is_root() { NOBODY } else { rustix::process::getuid().as_raw() };
     assert_eq!(lines[2], [uid.to_string(), uid.to_string(), uid.to_string(), uid.to_string()].join("\t"));
 }
 
-/// What the cgroups of a process that share processors say of its weight, in hundredths of the usual one; `of` is its
+/// CPU weights of a process in its cgroups, in hundredths of the usual weight. `of` is the text of its
 /// `/proc/PID/cgroup`.
 fn weights(of: &str) -> Vec<u32> {
     let weight = |line: &str| {
@@ -568,7 +571,7 @@ fn cgroup(root: bool) {
         }
     };
     let limits = CgroupLimits { memory: 64 << 20, weight: 300, ..CgroupLimits::of_machine() };
-    // Twice, as a supervisor does that finds its workers again.
+    // Twice, like a supervisor that finds its workers again.
     for _ in 0..2 {
         let cgroup = cgroups.make("a/b group", &limits).unwrap();
         assert_eq!(cgroups.make("a/b group", &limits), Ok(cgroup.clone()));

@@ -1,8 +1,8 @@
-//! A cgroup for each worker, in a directory of this virtual layer below the cgroup that the supervisor is in: version 1 where root may
-//! make directories, version 2 where the cgroup is delegated (or root may take what is free).
+//! A cgroup for each worker, in a directory of this virtual layer below the supervisor's cgroup: version 1 if root may
+//! create directories there, version 2 if the cgroup is delegated (or root may use free parts of it).
 //!
-//! A memory file that a worker has filled stays charged to the worker's cgroup after its death. So a worker that is started anew gets a
-//! new cgroup: [`Cgroup::remove`], then [`Cgroups::make`].
+//! Pages of memory files stay charged to the cgroup of the worker that has filled them, even after the worker's death.
+//! So a worker that is started anew gets a new cgroup: [`Cgroup::remove`], then [`Cgroups::make`].
 
 use std::fs;
 use std::io;
@@ -13,14 +13,15 @@ use serde::{Deserialize, Serialize};
 
 use super::limits;
 
-/// Controllers that are used. Without the first one there is no cgroup.
+/// The controllers that are used. The memory controller is required.
 const MEMORY: &str = "memory";
 const CPU: &str = "cpu";
 const PIDS: &str = "pids";
-/// Where the supervisor goes in version 2, as a cgroup with members of its own gives no controller to those below.
+/// Cgroup to which the supervisor moves in version 2, since a cgroup with members of its own cannot enable controllers
+/// for its children.
 const SUPERVISOR: &str = "supervisor";
 
-/// A place for cgroups.
+/// A directory for cgroups in one hierarchy.
 #[derive(Debug)]
 struct Tree {
     /// The directory of this virtual layer.
@@ -29,39 +30,40 @@ struct Tree {
     controllers: Vec<&'static str>,
 }
 
-/// Where the cgroups of this virtual layer's workers are.
+/// The directories of this virtual layer's cgroups.
 #[derive(Debug)]
 pub struct Cgroups {
     trees: Vec<Tree>,
-    /// Why they do not share processors.
+    /// The reason why the cgroups do not share processors, if they do not.
     no_weights: Option<String>,
 }
 
 /// Limits of a worker's cgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CgroupLimits {
-    /// Bytes of memory, also what it touches first in memory files of its tenants.
+    /// Bytes of memory, including pages that the worker is the first to touch in memory files of its tenants.
     pub memory: u64,
-    /// Threads.
+    /// Number of threads.
     pub threads: u32,
-    /// Share of the processors where they are scarce, in hundredths of the usual one: 1 to [`MAX_GROUP_WEIGHT`]. Only if the cgroups share
-    /// processors.
+    /// CPU weight when processors are scarce; [`USUAL_GROUP_WEIGHT`] is the usual one, [`MAX_GROUP_WEIGHT`] the
+    /// largest. It has an effect only if the cgroups share processors.
     pub weight: u32,
 }
 
 /// Largest weight of a group.
 pub const MAX_GROUP_WEIGHT: u32 = 10_000;
-/// That of a group that was not given any.
+/// Weight of a group by default.
 pub const USUAL_GROUP_WEIGHT: u32 = 100;
 
 impl CgroupLimits {
-    /// By the memory of this machine: a worker that takes more than three quarters of it ends, before others have none left.
+    /// Limits for this machine. A worker that takes more than three quarters of the memory is killed, before other
+    /// processes have none left.
     pub fn of_machine() -> Self {
         CgroupLimits { memory: limits::memory() / 4 * 3, threads: 256, weight: USUAL_GROUP_WEIGHT }
     }
 }
 
-/// The cgroup of one worker: a directory for each tree.
+/// The cgroup of one worker: one directory in each tree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cgroup {
     dirs: Vec<PathBuf>,
@@ -70,11 +72,11 @@ pub struct Cgroup {
 /// A mount of the kernel's cgroups.
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
-    /// What of the hierarchy is mounted.
+    /// The part of the hierarchy that is mounted.
     root: String,
     point: PathBuf,
     unified: bool,
-    /// Of version 1: the controllers.
+    /// Mount options; in version 1 they include the controllers.
     options: String,
 }
 
@@ -111,13 +113,13 @@ impl Mount {
             let ours = if self.unified { number == "0" } else { controllers.split(',').any(|c| self.has(c)) };
             ours.then_some(path)
         })?;
-        // Outside of what is mounted here.
+        // The cgroup must lie within the mounted part.
         let path = Path::new(path).strip_prefix(&self.root).ok()?;
         path.components().all(|c| matches!(c, std::path::Component::Normal(_))).then(|| self.point.join(path))
     }
 }
 
-/// A name as one component of a path.
+/// A name encoded as one path component.
 fn component(name: &[u8]) -> String {
     let plain = |b: &u8| b.is_ascii_alphanumeric() || *b == b'-';
     name.iter().map(|b| if plain(b) { char::from(*b).to_string() } else { format!("_{b:02x}") }).collect()
@@ -139,18 +141,19 @@ fn write(path: &Path, text: &str) -> Result<(), String> {
     fs::write(path, text).map_err(at(path))
 }
 
-/// Controllers that a cgroup of version 2 has, or gives to those below it.
+/// The controllers in a file that lists a version 2 cgroup's own or delegated ones.
 fn listed(file: &Path) -> Result<Vec<&'static str>, String> {
     let text = fs::read_to_string(file).map_err(at(file))?;
     Ok([MEMORY, CPU, PIDS].into_iter().filter(|c| text.split_whitespace().any(|w| w == *c)).collect())
 }
 
 impl Cgroups {
-    /// Makes the place for the cgroups of the virtual layer that serves `dir`. With `weights` they also share processors; without, threads
-    /// of workers and programs stay in one scheduling group, within which the weight of a poller counts.
+    /// Makes the directories for the cgroups of the virtual layer that serves `dir`. With `weights`, cgroups also share
+    /// processors. Without, threads of workers and programs stay in one scheduling group, within which the weight of a
+    /// poller has an effect.
     ///
     /// # Errors
-    /// One line that says what is missing.
+    /// One line: the missing controller or permission.
     pub fn open(dir: &Path, weights: bool) -> Result<Self, String> {
         let read = |path: &str| fs::read_to_string(path).map_err(at(Path::new(path)));
         let (mounts, own) = (Mount::all(&read("/proc/self/mountinfo")?), read("/proc/self/cgroup")?);
@@ -173,7 +176,7 @@ impl Cgroups {
             };
             match found {
                 Ok(tree) => trees.push(tree),
-                // That of memory says most.
+                // The memory controller's error says most.
                 Err(e) if m.unified || m.has(MEMORY) => why = e,
                 Err(e) if m.has(CPU) => no_cpu = e,
                 Err(_) => {}
@@ -192,12 +195,12 @@ impl Cgroups {
         self.trees.iter().any(|t| t.controllers.contains(&controller))
     }
 
-    /// Why weights do not count; `None` if they do.
+    /// The reason why weights have no effect; `None` if they have.
     pub fn why_no_weights(&self) -> Option<&str> {
         self.no_weights.as_deref()
     }
 
-    /// What of these limits a cgroup has here, in words.
+    /// The limits that a cgroup really gets here, in words.
     pub fn describe(&self, limits: &CgroupLimits) -> String {
         let mut said = format!("{} MiB of memory", limits.memory >> 20);
         if self.have(PIDS) {
@@ -209,10 +212,10 @@ impl Cgroups {
         said
     }
 
-    /// Makes the cgroup of a group's worker, or finds it, and sets its limits.
+    /// Makes or finds the cgroup of a group's worker, and sets its limits.
     ///
     /// # Errors
-    /// One line that says what the kernel refuses.
+    /// One line: the operation that the kernel refuses.
     pub fn make(&self, group: &str, limits: &CgroupLimits) -> Result<Cgroup, String> {
         let name = format!("worker-{}", component(group.as_bytes()));
         let cgroup = Cgroup { dirs: self.trees.iter().map(|t| t.dir.join(&name)).collect() };
@@ -224,7 +227,7 @@ impl Cgroups {
                     (MEMORY, false) => ("memory.limit_in_bytes", limits.memory),
                     (PIDS, _) => ("pids.max", limits.threads.into()),
                     (_, true) => ("cpu.weight", limits.weight.clamp(1, MAX_GROUP_WEIGHT).into()),
-                    // 1024 is the usual share.
+                    // In version 1, 1024 is the usual share.
                     (_, false) => (
                         "cpu.shares",
                         u64::from(limits.weight.clamp(1, MAX_GROUP_WEIGHT)) * 1024 / u64::from(USUAL_GROUP_WEIGHT),
@@ -242,7 +245,7 @@ impl Cgroups {
         }
     }
 
-    /// Removes the place, if no worker is left. In version 2 a supervisor that has made room for it stays there.
+    /// Removes the directories if no worker is left. In version 2, a supervisor that has moved into one stays there.
     pub fn remove(&self) {
         for tree in &self.trees {
             let _ = fs::remove_dir(tree.dir.join(SUPERVISOR));
@@ -251,14 +254,14 @@ impl Cgroups {
     }
 }
 
-/// The cgroup of version 2 that the place lies in, if the supervisor is in `own`: it may have made room already, or systemd has
-/// (`DelegateSubgroup=supervisor`).
+/// The version 2 cgroup above the directory, if the supervisor is in `own`. The supervisor may have moved down already,
+/// or systemd has started it one level below (`DelegateSubgroup=supervisor`).
 fn above_supervisor<'a>(own: &'a Path, name: &str) -> &'a Path {
     let strip = |path: &'a Path, last: &str| path.parent().filter(|_| path.ends_with(last));
     strip(own, SUPERVISOR).map_or(own, |above| strip(above, name).unwrap_or(above))
 }
 
-/// A place below a cgroup of version 2.
+/// Makes the directory below a version 2 cgroup.
 fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, String> {
     let base = above_supervisor(own, name);
     let has = listed(&base.join("cgroup.controllers"))?;
@@ -269,7 +272,7 @@ fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, Stri
     let dir = base.join(name);
     make_dir(&dir)?;
     let enabled = enable(base, &controllers).or_else(|_| {
-        // Somebody is in it; if that is only the supervisor, then it makes room.
+        // A process is in the cgroup. If it is only the supervisor, moving the supervisor helps.
         let leaf = dir.join(SUPERVISOR);
         make_dir(&leaf)?;
         enter(&leaf, rustix::process::getpid())?;
@@ -289,7 +292,7 @@ fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, Stri
     }
 }
 
-/// Gives controllers to the cgroups below one of version 2.
+/// Enables controllers for the children of a version 2 cgroup.
 fn enable(base: &Path, controllers: &[&'static str]) -> Result<(), String> {
     let file = base.join("cgroup.subtree_control");
     let given = listed(&file)?;
@@ -302,15 +305,15 @@ fn enter(dir: &Path, pid: Pid) -> Result<(), String> {
 }
 
 impl Cgroup {
-    /// Puts a process into it, with all its threads.
+    /// Moves a process into the cgroup, with all its threads.
     ///
     /// # Errors
-    /// One line that says what the kernel refuses.
+    /// One line: the operation that the kernel refuses.
     pub fn enter(&self, pid: Pid) -> Result<(), String> {
         self.dirs.iter().try_for_each(|dir| enter(dir, pid))
     }
 
-    /// Removes it, once its process has ended and was waited for.
+    /// Removes the cgroup, whose process must have ended and been waited for.
     pub fn remove(&self) {
         for dir in &self.dirs {
             if let Err(error) = fs::remove_dir(dir) {
@@ -340,7 +343,8 @@ mod tests {
         assert!(mounts[0].has(MEMORY) && !mounts[0].has(CPU) && mounts[1].has(CPU) && mounts[2].unified);
     }
 
-    /// As in a container that has a part of the host's hierarchy mounted, or a namespace of its own.
+    /// As in a container in which only a part of the host's hierarchy is mounted, or which has a cgroup namespace of
+    /// its own.
     #[test]
     fn a_cgroup_outside_of_its_mount_is_none() {
         let part = Mount::all("35 31 0:32 /docker/1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw").remove(0);
@@ -364,7 +368,7 @@ mod tests {
         }
     }
 
-    /// A directory of plain files in the place of a kernel's.
+    /// A directory of plain files instead of a real cgroup file system.
     #[test]
     fn version_2_gives_its_controllers_to_workers() {
         let base = std::env::temp_dir().join(format!("unirdma-cgroup-{}", std::process::id()));

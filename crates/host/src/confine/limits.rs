@@ -1,31 +1,32 @@
-//! Limits of a worker by the size of the machine.
+//! Resource limits of a worker, derived from the size of the machine.
 
 use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 
-/// Most descriptors that a worker may have, of those that the supervisor may.
+/// Most descriptors of a worker, if the supervisor may have as many.
 const DESCRIPTORS: u64 = 1 << 20;
-/// Least memory of its own that a worker may use, bytes.
+/// Smallest limit on a worker's own memory, bytes.
 const LEAST_DATA: u64 = 512 << 20;
-/// Bytes of addresses: what the ledger gives to vRNICs (96 TiB), and 8 TiB for the worker itself. A process has 128 TiB.
+/// Bytes of address space: 96 TiB that the ledger gives to vRNICs, and 8 TiB for the worker itself. A process has 128
+/// TiB.
 const ADDRESSES: u64 = 104 << 40;
 
-/// What a worker may use. There is no limit on processes, since it counts those of a user, and workers share one: a worker makes none
-/// in any case, and the cgroup limits its threads.
+/// Resource limits of a worker. The number of processes is not limited, because that limit counts all processes of a
+/// user, which workers share. A worker makes no processes anyway, and its cgroup limits its threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Descriptors.
+    /// Number of descriptors.
     pub descriptors: u64,
-    /// Bytes of the worker's own memory: heap and stacks. What it maps of its tenants does not count.
+    /// Bytes of the worker's own memory: heap and stacks. Mapped memory of tenants does not count.
     pub data: u64,
-    /// Bytes of addresses.
+    /// Bytes of address space.
     pub addresses: u64,
 }
 
 impl Limits {
-    /// By the limits of this process and the memory of this machine.
+    /// Limits derived from the limits of this process and the memory of this machine.
     pub fn of_machine() -> Self {
         let memory = memory();
         Limits {
@@ -35,10 +36,10 @@ impl Limits {
         }
     }
 
-    /// Sets them for this process; what they are.
+    /// Sets the limits for this process; returns a description.
     ///
     /// # Errors
-    /// Which one the kernel refuses.
+    /// The limit that the kernel refuses, and its error.
     pub(super) fn set(&self) -> Result<String, String> {
         let all = [
             ("descriptors", Resource::Nofile, self.descriptors),
@@ -53,13 +54,13 @@ impl Limits {
     }
 }
 
-/// Sets a limit to `wanted`, or leaves what is lower already.
+/// Sets a limit to `wanted`, unless it is lower already.
 pub(super) fn limit(resource: Resource, wanted: u64) -> io::Result<()> {
     let most = getrlimit(resource).maximum.map_or(wanted, |old| old.min(wanted));
     Ok(setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) })?)
 }
 
-/// Raises a limit as far as this process may.
+/// Raises a limit to the maximum that this process may have.
 pub(super) fn raise(resource: Resource) -> io::Result<()> {
     let maximum = getrlimit(resource).maximum;
     Ok(setrlimit(resource, Rlimit { current: maximum, maximum })?)

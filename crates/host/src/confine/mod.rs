@@ -1,8 +1,8 @@
-//! Confinement: what a worker may do, so that whoever takes it over by an error of ours has gained as little as possible.
+//! Confinement: restricts a worker, so that an attacker who takes it over through a bug gains as little as possible.
 //!
-//! The supervisor makes a [`Plan`] once, sends it to each worker, and puts workers into cgroups ([`Cgroups`]). A worker calls [`enter`]
-//! as soon as it has the plan, while it has one thread, and [`thread`] at the start of each thread. What a kernel or a container refuses is left
-//! out, and [`InForce`] says so; nothing here fails for that reason.
+//! The supervisor makes a [`Plan`] once, sends it to each worker, and puts workers into cgroups ([`Cgroups`]). A worker
+//! calls [`enter`] when it has got the plan, while it has one thread, and [`thread`] at the start of each thread.
+//! Measures that a kernel or a container refuses are skipped and reported in [`InForce`]; they cause no failure.
 
 mod cgroup;
 mod landlock;
@@ -21,27 +21,28 @@ pub use limits::Limits;
 pub use privilege::{Needs, User, confine_supervisor};
 pub use seccomp::Kind;
 
-/// What an operator says about workers.
+/// The operator's options for workers.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The user that workers run as if the supervisor is root; `None`: `unirdma` if there is such a user, else `nobody`.
+    /// The user that workers run as if the supervisor is root. `None`: `unirdma` if there is such a user, otherwise
+    /// `nobody`.
     pub user: Option<String>,
 }
 
-/// How a worker confines itself. Made by the supervisor, while it may still read files.
+/// The confinement of a worker. Made by the supervisor, while it may still read files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
-    /// Whose id it takes; or why it keeps the supervisor's.
+    /// The user that the worker becomes, or the reason why it keeps the supervisor's user.
     pub user: Result<User, String>,
-    /// What it may use.
+    /// Its resource limits.
     pub limits: Limits,
 }
 
 impl Plan {
-    /// Finds out what workers of this supervisor run as, and what they may use.
+    /// Determines the user and the limits of this supervisor's workers.
     ///
     /// # Errors
-    /// One line: there is no such user, or only root can take another user's id.
+    /// One line: there is no such user, or the supervisor is not root and cannot change users.
     pub fn make(options: &Options) -> io::Result<Self> {
         Ok(Plan { user: privilege::user_of_workers(options.user.as_deref())?, limits: Limits::of_machine() })
     }
@@ -50,37 +51,38 @@ impl Plan {
 /// One measure of the confinement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measure {
-    /// Its name: `user`, `capabilities`, `no_new_privs`, `weight`, `core_dumps`, `limits`, `landlock`, `seccomp`, `cgroup`, `sparse_files`.
+    /// Name: `user`, `capabilities`, `no_new_privs`, `weight`, `core_dumps`, `limits`, `landlock`, `seccomp`, `cgroup`
+    /// or `sparse_files`.
     pub name: String,
-    /// Whether it holds.
+    /// True if it is in force.
     pub in_force: bool,
-    /// What it is, or why it does not hold.
+    /// Details of the measure, or the reason why it is not in force.
     pub detail: String,
 }
 
 impl Measure {
-    /// A measure that holds, or the reason why it does not.
+    /// A measure that is in force, or the reason why it is not.
     pub fn new(name: &str, result: Result<String, String>) -> Self {
         let (in_force, detail) = (result.is_ok(), result.unwrap_or_else(|why| why));
         Measure { name: name.into(), in_force, detail }
     }
 }
 
-/// Which measures hold in a process.
+/// The measures of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InForce {
-    /// All that were tried.
+    /// All measures that were tried.
     pub measures: Vec<Measure>,
 }
 
 impl InForce {
-    /// The measures that do not hold.
+    /// The measures that are not in force.
     pub fn missing(&self) -> impl Iterator<Item = &Measure> {
         self.measures.iter().filter(|m| !m.in_force)
     }
 }
 
-/// One line: what holds, then what does not and why.
+/// One line: the measures in force, then the missing ones with their reasons.
 impl fmt::Display for InForce {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (mut holds, mut lacks) = (Vec::new(), Vec::new());
@@ -96,11 +98,11 @@ impl fmt::Display for InForce {
     }
 }
 
-/// Confines this process, which must have one thread, for good. Afterwards it opens no file and makes no socket; it gets its
-/// descriptors from the supervisor.
+/// Confines this process, which must have one thread, for good. Afterwards the process opens no files and makes no
+/// sockets. It gets its descriptors from the supervisor.
 pub fn enter(plan: &Plan) -> InForce {
-    // Limits first, as a hard limit cannot be raised afterwards. Then the user, since only root can change it. The filter is the last
-    // one: it refuses the calls of all others.
+    // Limits come first, since a hard limit cannot be raised afterwards. Then the user, since only root can change it.
+    // The filter comes last: it refuses the calls that the other measures need.
     let mut measures = vec![Measure::new("limits", plan.limits.set())];
     measures.extend(privilege::leave(plan.user.as_ref()));
     measures.push(Measure::new("landlock", landlock::restrict()));
@@ -108,8 +110,9 @@ pub fn enter(plan: &Plan) -> InForce {
     InForce { measures }
 }
 
-/// Leaves the calling thread only the system calls that its kind makes. Called at the start of the thread, and by the first thread once
-/// it has started the others. All but pollers, and the watcher that starts new ones, give up their weight. Nothing else happens in a process that has not called [`enter`].
+/// Restricts the calling thread to the system calls of its kind. Called at the start of each thread; the first thread
+/// calls it after it has started the others. Pollers keep their weight, and so does the watcher, because it starts new
+/// ones; other threads give it up. There is no filter if the process has not called [`enter`].
 pub fn thread(kind: Kind) {
     if !matches!(kind, Kind::Poller | Kind::Watcher) {
         standing::be_usual();

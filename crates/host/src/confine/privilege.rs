@@ -1,4 +1,4 @@
-//! Whose rights a process has: user, capabilities, and no way to more.
+//! Privileges of a process: its user and its capabilities, which it cannot regain afterwards.
 
 use std::ffi::CString;
 use std::io;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{InForce, Measure, limits, standing};
 
-/// Users that workers run as by default, best first.
+/// Users that workers run as by default, in order of preference.
 const DEFAULT_USERS: [&str; 2] = ["unirdma", "nobody"];
 
 /// A user of this machine.
@@ -24,11 +24,11 @@ pub struct User {
 }
 
 impl User {
-    /// Looks a user up, in files and wherever else the system knows users from.
+    /// Looks up a user in the system's user databases.
     fn named(name: &str) -> io::Result<Option<Self>> {
         let c = CString::new(name)?;
         let mut room = vec![0u8; 1 << 16];
-        // SAFETY: an all-zero passwd is valid: null pointers, which nobody follows.
+        // SAFETY: an all-zero passwd is valid: its pointers are null and never followed.
         let mut user: libc::passwd = unsafe { std::mem::zeroed() };
         let mut found = std::ptr::null_mut();
         // SAFETY: the name ends with a zero, and the structure, the room of the given length and the pointer are ours.
@@ -47,7 +47,7 @@ fn invalid(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
-/// The user that workers run as; or why it is that of the supervisor.
+/// The user that workers run as, or the reason why they keep the supervisor's user.
 pub(super) fn user_of_workers(name: Option<&str>) -> io::Result<Result<User, String>> {
     if !geteuid().is_root() {
         return match name {
@@ -72,11 +72,11 @@ pub(super) fn user_of_workers(name: Option<&str>) -> io::Result<Result<User, Str
 
 /// Gives up, for good, all rights that a worker does not need.
 pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 5] {
-    // Threads inherit it, and most give it up again (`confine::thread`).
+    // Threads inherit the weight, and most give it up again (`confine::thread`).
     let weight = standing::take_weight();
     let bounded = keep_in_bounding_set(CapabilitySet::empty());
     let user = match user {
-        // The limit on a user's threads counts those of all workers.
+        // The limit on a user's threads would count the threads of all workers.
         Ok(u) => limits::raise(Resource::Nproc).and_then(|()| become_user(u)).map_err(|e| format!("{}: {e}", u.name)),
         Err(why) => Err(why.clone()),
     };
@@ -101,7 +101,7 @@ fn no_new_privs() -> Measure {
     Measure::new("no_new_privs", done.map(|()| "for good".into()).map_err(|e| e.to_string()))
 }
 
-/// Takes the ids of a user, without a way back. Each call is of this thread, which must be the only one.
+/// Changes to the ids of a user, for good. Each call affects this thread only, which must be the only one.
 fn become_user(user: &User) -> io::Result<String> {
     let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
     if getuid() != uid {
@@ -112,29 +112,29 @@ fn become_user(user: &User) -> io::Result<String> {
     Ok(format!("{}, uid {}", user.name, user.uid))
 }
 
-/// Keeps only these capabilities, if this process has them.
+/// Drops all capabilities except these, of which the process keeps those that it has.
 fn keep(capabilities: CapabilitySet) -> io::Result<()> {
-    // Older kernels have no ambient set, and so nothing in it.
+    // Older kernels have no ambient set.
     let _ = thread::clear_ambient_capability_set();
     let kept = thread::capabilities(None)?.permitted & capabilities;
     let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
     Ok(thread::set_capabilities(None, sets)?)
 }
 
-/// Lets no program that is executed later have other capabilities than these.
+/// Restricts the capabilities of programs that are executed later to these.
 fn keep_in_bounding_set(capabilities: CapabilitySet) -> io::Result<()> {
     for capability in (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit)) {
         match thread::capability_is_in_bounding_set(capability) {
             Ok(true) if !capabilities.contains(capability) => thread::remove_capability_from_bounding_set(capability)?,
             Ok(_) => {}
-            // The kernel has no further ones.
+            // The kernel has no more capabilities.
             Err(_) => break,
         }
     }
     Ok(())
 }
 
-/// What the supervisor does that takes a privilege.
+/// Activities of the supervisor that need privileges.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Needs {
     /// It starts workers as another user, and ends them.
@@ -148,8 +148,8 @@ pub struct Needs {
 impl Needs {
     fn capabilities(self) -> CapabilitySet {
         let of = |needed: bool, set: CapabilitySet| if needed { set } else { CapabilitySet::empty() };
-        // The worker drops its bounding set, which takes SETPCAP. The directory and the peers file may lie below those of another user,
-        // which takes DAC_READ_SEARCH.
+        // The worker drops its bounding set, for which it needs SETPCAP. The directory and the peers file may lie below
+        // directories of another user, which needs DAC_READ_SEARCH.
         of(
             self.workers,
             CapabilitySet::SETUID
@@ -163,10 +163,11 @@ impl Needs {
     }
 }
 
-/// Leaves the supervisor, which must have one thread, only the capabilities that it uses, and all that it starts, too.
+/// Restricts the supervisor, which must have one thread, to the capabilities that it needs. Its children inherit this.
 pub fn confine_supervisor(needs: Needs) -> InForce {
     let kept = needs.capabilities();
-    // The bounding set takes a capability to change; without one it bounds nothing that this process could have.
+    // Changing the bounding set needs a capability. Without it, the bounding set does not matter, since the process
+    // could gain nothing.
     let _ = keep_in_bounding_set(kept);
     let capabilities = keep(kept).and_then(|()| Ok(thread::capabilities(None)?.permitted));
     let names = |set: CapabilitySet| {

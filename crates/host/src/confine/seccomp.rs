@@ -1,9 +1,10 @@
-//! Which system calls each kind of thread makes, and what happens to all others.
+//! The system calls that each kind of thread may make, and the treatment of all others.
 //!
-//! Two filters hold in the whole process: one ends it at calls that have no innocent reason here (to execute, trace, mount, change
-//! identity, make sockets, map executable memory), and one allows only what some thread makes. Each thread adds a filter of its own kind.
-//! What is neither fatal nor allowed fails with EPERM. Threads inherit the filters of the thread that starts them, so a kind that starts
-//! threads may do what those may.
+//! Two filters apply to the whole process. One kills the process at calls that have no legitimate use here (execute,
+//! trace, mount, change identity, make sockets, map executable memory); the other allows only calls that some kind of
+//! thread makes. Each thread adds a filter for its own kind. Calls that are neither fatal nor allowed fail with EPERM.
+//! Threads inherit the filters of the thread that starts them, so a kind that starts threads must be allowed the calls
+//! of those threads.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,19 +19,19 @@ use seccompiler::{
 /// Kinds of threads of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// Sessions, control queues, and what the supervisor asks. The first thread.
+    /// The first thread: sessions, control queues, and requests of the supervisor.
     Control,
     /// Runs the RNIC, copies, sends and receives packets.
     Poller,
-    /// Looks at the other threads, starts pollers, and reports.
+    /// Checks the other threads, replaces pollers, and reports.
     Watcher,
-    /// Ethernet frames, the tunnel.
+    /// Moves Ethernet frames, and serves the tunnel.
     Switch,
-    /// Hands captured packets over.
+    /// Delivers captured packets.
     Capture,
-    /// Closes descriptors of tenants.
+    /// Closes tenants' descriptors.
     Closer,
-    /// Maps memory of tenants for commands.
+    /// Maps tenants' memory for commands.
     Clerk,
 }
 
@@ -52,17 +53,17 @@ impl Kind {
     }
 }
 
-/// A call; with tests, only if one of them holds.
+/// A call. If there are tests, one of them must hold.
 struct Call {
     number: c_long,
     tests: &'static [Test],
-    /// Only if its first argument is this process.
+    /// The first argument must be this process.
     own: bool,
-    /// Only if its second argument is the level of all sockets.
+    /// The second argument must be SOL_SOCKET.
     of_sockets: bool,
 }
 
-/// A test of an argument's lower 32 bits: those of the mask have the value.
+/// A test of an argument's lower 32 bits: the bits of the mask must have the value.
 #[derive(Clone, Copy)]
 struct Test {
     argument: u8,
@@ -98,7 +99,7 @@ const fn lacks(argument: u8, bits: i32) -> Test {
     Test { argument, mask: bits as u32, value: 0 }
 }
 
-/// A thread with the memory and descriptors of its process, in no new namespace.
+/// The clone flags of a thread with the memory and descriptors of its process, in no new namespace.
 const IS_THREAD: Test = Test {
     argument: 0,
     mask: (libc::CLONE_THREAD | libc::CLONE_VM | libc::CLONE_FILES | NAMESPACES) as u32,
@@ -112,9 +113,9 @@ const NAMESPACES: i32 = libc::CLONE_NEWNS
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET;
 
-/// What a thread needs to live: memory of its own, locks, time, its log, its end. `abort` raises SIGABRT; the handlers of SIGBUS (ours)
-/// and SIGSEGV (of the standard library) restore the default action. Whoever touches a hole of a sparse file makes a page there. What was in
-/// place of vanished memory is punched out by whoever unmaps it.
+/// Calls that every thread needs: memory, locks, time, logging, exit. `abort` raises SIGABRT; the handlers of SIGBUS
+/// (ours) and SIGSEGV (the standard library's) restore the default action. A thread that touches a hole of a sparse
+/// file allocates a page there. The thread that unmaps memory punches out pages that have replaced vanished memory.
 const EVERY: &[Call] = &[
     call(libc::SYS_read),
     call(libc::SYS_write),
@@ -151,7 +152,7 @@ const EVERY: &[Call] = &[
     call(libc::SYS_exit_group),
 ];
 
-/// Private memory of tenants, by descriptors.
+/// Access to private memory of tenants by descriptors.
 const MEMORY: &[Call] = &[call(libc::SYS_pread64), call(libc::SYS_pwrite64)];
 
 /// Waiting for descriptors.
@@ -166,10 +167,10 @@ const WAITS: &[Call] = &[
     call(libc::SYS_poll),
 ];
 
-/// Newer than the table of the C library's crate for some architectures; the same number for all.
+/// Missing in the libc crate for some architectures. The number is the same on all.
 const SYS_EPOLL_PWAIT2: c_long = 441;
 
-/// Bytes through sockets that are there.
+/// Sending and receiving by existing sockets.
 const NETWORK: &[Call] = &[
     call(libc::SYS_sendto),
     call(libc::SYS_recvfrom),
@@ -177,11 +178,12 @@ const NETWORK: &[Call] = &[
     call(libc::SYS_recvmsg),
     call(libc::SYS_sendmmsg),
     call(libc::SYS_recvmmsg),
-    // How much of a socket's buffer is taken.
+    // Reads how much of a socket's buffer is used.
     when(libc::SYS_getsockopt, &[is(1, libc::SOL_SOCKET)]),
 ];
 
-/// Signals to eventfds of tenants, by asynchronous I/O of an empty memory file; where there is none, by a write that does not wait.
+/// Signals to eventfds of tenants by asynchronous reads of an empty memory file; if there is no asynchronous I/O, by
+/// non-blocking writes.
 const SIGNALS: &[Call] = &[
     call(libc::SYS_memfd_create),
     call(libc::SYS_io_setup),
@@ -190,22 +192,22 @@ const SIGNALS: &[Call] = &[
     when(libc::SYS_fcntl, &[is(1, libc::F_GETFL), is(1, libc::F_SETFL)]),
 ];
 
-/// Timers that are there.
+/// Setting existing timers.
 const TIMERS: &[Call] = &[call(libc::SYS_timerfd_settime)];
 
-/// Sessions: they come by sockets and bring descriptors, whose kind is looked at; they are given event channels.
+/// Sessions: they arrive by sockets and bring descriptors, whose kind is checked; they are given event channels.
 const SESSIONS: &[Call] = &[
     call(libc::SYS_accept4),
     when(libc::SYS_socketpair, &[is(0, libc::AF_UNIX)]),
     when(libc::SYS_getsockopt, &[is(1, libc::SOL_SOCKET)]),
     call(libc::SYS_getsockname),
     of_sockets(libc::SYS_setsockopt, &[is(2, libc::SO_OOBINLINE)]),
-    // Not for writing: who has a duplicate of a socket could end it for others.
+    // Not SHUT_WR: the holder of a duplicate could end the socket for others.
     when(libc::SYS_shutdown, &[is(1, libc::SHUT_RD)]),
     call(libc::SYS_pidfd_open),
     call(libc::SYS_fstat),
     call(libc::SYS_fstatfs),
-    // Of a descriptor, or of /proc/self/fd/NUMBER.
+    // For a descriptor, or /proc/self/fd/NUMBER.
     call(libc::SYS_statx),
     call(libc::SYS_newfstatat),
     call(libc::SYS_readlinkat),
@@ -228,7 +230,7 @@ const SESSIONS: &[Call] = &[
     call(libc::SYS_epoll_create1),
 ];
 
-/// Mapping memory files: a look at what they are, and who is asked for pages in their holes.
+/// Mapping memory files: checking their kind, and registering for page faults in their holes.
 const MAPS: &[Call] = &[
     call(libc::SYS_fstat),
     call(libc::SYS_fstatfs),
@@ -246,11 +248,11 @@ const STARTS: &[Call] = &[
     when(libc::SYS_seccomp, &[is(0, libc::SECCOMP_SET_MODE_FILTER as i32)]),
 ];
 
-/// Giving way to other threads.
+/// Lowering the thread's own priority.
 const BACKGROUND: &[Call] = &[call(libc::SYS_setpriority)];
 
-/// What only the start of a worker does, before its first thread takes the filter of its kind. It reads limits of its own, and starts threads
-/// that run only while their core would be idle.
+/// Calls of a worker's start, before its first thread gets the filter of its kind: it reads its own limits, and starts
+/// threads that run only while their core would be idle.
 const BEGINS: &[Call] = &[
     call(libc::SYS_timerfd_create),
     when(libc::SYS_prlimit64, &[is(0, 0)]),
@@ -258,7 +260,7 @@ const BEGINS: &[Call] = &[
     when(libc::SYS_sched_setattr, &[is(0, 0)]),
 ];
 
-/// What ends the process.
+/// Calls that kill the process.
 const FATAL: &[Call] = &[
     call(libc::SYS_execve),
     call(libc::SYS_execveat),
@@ -330,16 +332,18 @@ const FATAL: &[Call] = &[
     call(libc::SYS_modify_ldt),
 ];
 
-/// The C library starts threads by this call first, whose arguments a filter cannot see; without it, it uses `clone`.
+/// The C library first tries to start threads by this call, whose arguments a filter cannot see. If it does not exist,
+/// `clone` is used.
 const UNKNOWN: &[Call] = &[call(libc::SYS_clone3)];
 
-/// The filters of the whole process, and of the kinds of threads: compiled beforehand, as threads start at bad times, too.
+/// The filters of the whole process and of each kind of thread. They are compiled in advance, since a thread may start
+/// when compiling could fail.
 struct Filters {
     process: [BpfProgram; 3],
     kinds: [BpfProgram; Kind::ALL.len()],
 }
 
-/// Made when the process was confined.
+/// Set when the process is confined.
 static FILTERS: OnceLock<Filters> = OnceLock::new();
 
 impl Filters {
@@ -350,7 +354,7 @@ impl Filters {
         for kind in Kind::ALL {
             kinds[kind as usize] = program(kind.tables().iter().copied(), SeccompAction::Allow, refuse(libc::EPERM))?;
         }
-        // What is refused by several filters fails with the error of the one that was installed last.
+        // If several filters refuse a call, the error of the one installed last is returned.
         let process = [
             program([FATAL], SeccompAction::KillProcess, SeccompAction::Allow)?,
             program(every.copied(), SeccompAction::Allow, refuse(libc::EPERM))?,
@@ -360,13 +364,14 @@ impl Filters {
     }
 }
 
-/// Compiles a filter that does `found` at the calls of the tables, and `otherwise` at all others.
+/// Compiles a filter that takes action `found` at the calls in the tables, and `otherwise` at all others.
 fn program<'a>(
     tables: impl IntoIterator<Item = &'a [Call]>,
     found: SeccompAction,
     otherwise: SeccompAction,
 ) -> Result<BpfProgram, BackendError> {
-    // A call that stands in several tables, once without tests, is found in any case. That is an empty list of rules.
+    // A call that is in several tables, in one of them without tests, always matches. An empty list of rules means
+    // that.
     let condition = |t: Test| {
         let masked = SeccompCmpOp::MaskedEq(t.mask.into());
         SeccompCondition::new(t.argument, SeccompCmpArgLen::Dword, masked, t.value.into())
@@ -391,13 +396,13 @@ fn program<'a>(
     SeccompFilter::new(calls, otherwise, found, std::env::consts::ARCH.try_into()?)?.try_into()
 }
 
-/// Installs a filter for this thread, and those that it starts. It needs `no_new_privs`.
+/// Installs a filter for this thread and for threads that it starts later. Needs `no_new_privs`.
 fn install(program: &BpfProgram) -> io::Result<()> {
     let filter =
         libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast::<libc::sock_filter>().cast_mut() };
-    // Without this flag some kernels make every load wait for the stores before it. A worker runs no code of tenants.
+    // Without this flag, some kernels make every load wait for the stores before it. A worker runs no code of tenants.
     let flags = libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
-    // SAFETY: the program lives until the call returns, and has the kernel's layout; the kernel copies it.
+    // SAFETY: the program has the kernel's layout and lives until the call returns; the kernel copies it.
     let r =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, std::ptr::from_ref(&filter)) };
     if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -406,7 +411,7 @@ fn install(program: &BpfProgram) -> io::Result<()> {
 /// Installs the filters of the process.
 ///
 /// # Errors
-/// Why not, in words.
+/// The reason, in words.
 pub(super) fn enter() -> Result<String, String> {
     let filters = Filters::compile().map_err(|e| e.to_string())?;
     for program in &filters.process {
@@ -419,7 +424,7 @@ pub(super) fn enter() -> Result<String, String> {
 /// Adds the filter of a kind to this thread, if the process has filters.
 ///
 /// # Errors
-/// Those of `seccomp(2)`.
+/// Errors of `seccomp(2)`.
 pub(super) fn narrow(kind: Kind) -> io::Result<()> {
     FILTERS.get().map_or(Ok(()), |f| install(&f.kinds[kind as usize]))
 }

@@ -1,18 +1,20 @@
-//! How a thread stands with the kernel's scheduler: where it runs, with what weight, in what slices, and for how long.
+//! Scheduling attributes of a thread: core, weight, slice, and its CPU time.
 
 use std::io;
 
 use rustix::process::setpriority_process;
 
-/// The nice value of pollers. Half of a busy one's time goes to programs, so at the usual weight it uses up its fair share of the core, and one
-/// request in five hundred waits for the kernel's next tick: p99.9 is 55 us in the place of 3,300 us.
+/// The nice value of pollers. Half of a busy poller's time goes to programs, so with the usual weight the poller uses
+/// up its fair share of the core, and one request in five hundred waits for the kernel's next tick: p99.9 is 55 us
+/// instead of 3,300 us.
 const NICE: i32 = -10;
-/// The slice that all threads of a worker ask for, nanoseconds; the least that the kernel gives. So a poller preempts whoever computes on its
-/// core as soon as it is woken (EEVDF, Linux 6.12 or later): p99 of a request beside a computing thread is 20 us in the place of 290 us.
+/// The time slice that all threads of a worker ask for, ns; the shortest that the kernel gives. With it a poller
+/// preempts a computing thread on its core immediately after it is woken (EEVDF, Linux 6.12 or later): p99 of a request
+/// beside a computing thread is 20 us instead of 290 us.
 const SLICE_NS: u64 = 100_000;
 
-/// The calling thread, which still has the rights of the supervisor, has the weight and the slices of a poller, and so have the threads that
-/// it starts. In words, or what the kernel refuses.
+/// Gives the calling thread the weight and the slices of a poller. Threads that it starts inherit both. The thread must
+/// still have the supervisor's rights. Returns a description, or the reason why the kernel refuses.
 pub(super) fn take_weight() -> Result<String, String> {
     let brief = change(|a| a.sched_runtime = SLICE_NS).and_then(|()| attributes());
     let slices = match brief {
@@ -25,24 +27,24 @@ pub(super) fn take_weight() -> Result<String, String> {
     }
 }
 
-/// The calling thread has the weight of any program.
+/// Gives the calling thread the usual weight.
 pub(super) fn be_usual() {
     let _ = setpriority_process(None, 0);
 }
 
-/// The calling thread runs on this core only.
+/// Restricts the calling thread to one core.
 pub(crate) fn pin(core: usize) {
     let mut set = rustix::thread::CpuSet::new();
     set.set(core);
     let _ = rustix::thread::sched_setaffinity(None, &set);
 }
 
-/// The calling thread runs only while its core would be idle.
+/// Lets the calling thread run only while its core would be idle.
 pub(crate) fn be_idle() {
     let _ = change(|a| a.sched_policy = libc::SCHED_IDLE as u32);
 }
 
-/// For how long the calling thread has run, nanoseconds.
+/// CPU time of the calling thread, ns.
 pub(crate) fn thread_ns() -> u64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
@@ -50,20 +52,20 @@ pub(crate) fn thread_ns() -> u64 {
 
 const SIZE: u32 = size_of::<libc::sched_attr>() as u32;
 
-/// How the calling thread is scheduled.
+/// The scheduling attributes of the calling thread.
 fn attributes() -> io::Result<libc::sched_attr> {
     // SAFETY: integers only.
     let mut attr: libc::sched_attr = unsafe { std::mem::zeroed() };
-    // SAFETY: room for as many bytes as it says.
+    // SAFETY: `attr` has room for `SIZE` bytes.
     succeeded(unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attr, SIZE, 0) })?;
     Ok(attr)
 }
 
-/// Changes that.
+/// Changes the scheduling attributes of the calling thread.
 fn change(how: impl FnOnce(&mut libc::sched_attr)) -> io::Result<()> {
     let mut attr = attributes()?;
     how(&mut attr);
-    // SAFETY: a whole structure that says how long it is, which the kernel only reads.
+    // SAFETY: a complete structure that has its own size in it; the kernel only reads it.
     succeeded(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) })
 }
 
