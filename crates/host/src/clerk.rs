@@ -1,5 +1,6 @@
-//! The clerk: a thread that does the errands of sessions ([`Errand`]), so that the control thread need not. It comes when there is one,
-//! and goes a second after the last one. vRNICs take turns, so that one with many errands delays those of another by one of its own.
+//! The clerk: a thread that runs the errands of sessions ([`Errand`]) for the control thread. It is started on demand,
+//! and ends a second after its last errand. vRNICs take turns, so a vRNIC with many errands delays another one's errand
+//! by at most one of its own.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -12,25 +13,25 @@ use unirdma_rnic::{SessionId, VnicId};
 
 use crate::confine::{self, Kind};
 
-/// How long the thread waits for the next errand.
+/// Time for which the thread waits for another errand.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// What the clerk tells when an errand is done.
+/// Called after each errand, with its session.
 type Tell = Box<dyn Fn(SessionId) + Send + Sync>;
 
-/// The desk of the clerk.
+/// The thread's queue of errands.
 pub(crate) struct Clerk {
     state: Mutex<State<(SessionId, Errand)>>,
     work: Condvar,
     tell: Tell,
 }
 
-/// What waits, by whose it is.
+/// Waiting errands by vRNIC.
 struct State<T, K = VnicId> {
     waiting: BTreeMap<K, VecDeque<T>>,
-    /// Whose errand was done last.
+    /// The vRNIC whose errand was taken last.
     last: Option<K>,
-    /// There is a thread.
+    /// The thread exists.
     runs: bool,
 }
 
@@ -41,7 +42,7 @@ impl<T, K> Default for State<T, K> {
 }
 
 impl<T, K: Ord + Copy> State<T, K> {
-    /// The next errand, of the vRNIC after the one that had the last.
+    /// The next errand: of the vRNIC that follows the last one.
     fn next(&mut self) -> Option<T> {
         let after = self.last.and_then(|last| self.waiting.range((Bound::Excluded(last), Bound::Unbounded)).next());
         let vnic = *after.or_else(|| self.waiting.iter().next())?.0;
@@ -60,7 +61,7 @@ impl Clerk {
         Arc::new(Clerk { state: Mutex::default(), work: Condvar::new(), tell })
     }
 
-    /// Takes an errand, and calls `tell` when it is done. If there can be no thread now, it is done at once.
+    /// Queues an errand. `tell` is called when it is done. If no thread can be started, the errand is run at once.
     pub fn take(self: &Arc<Self>, vnic: VnicId, session: SessionId, errand: Errand) {
         let mut state = lock(&self.state);
         state.waiting.entry(vnic).or_default().push_back((session, errand));

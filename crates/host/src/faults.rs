@@ -1,4 +1,4 @@
-//! A port whose network loses, doubles and reorders packets: a layer on any other port, for tests.
+//! A port that loses, doubles and reorders packets: a layer over another port, for tests.
 
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -7,17 +7,17 @@ use unirdma_rnic::{Arrival, Rng, Tx};
 
 use crate::port::{Port, PortCounters};
 
-/// Loses, doubles and delays packets that come in, each with the same chance.
+/// Loses, doubles and delays incoming packets, each with the same probability.
 pub(crate) struct FaultyPort {
     inner: Box<dyn Port>,
     percent: u64,
     rng: Rng,
-    /// A packet that waits until another one has passed it.
+    /// A packet that is delayed until another one has passed it.
     held: Option<(Arrival, Vec<u8>)>,
 }
 
 impl FaultyPort {
-    /// `percent` of the packets for each kind of fault; `seed` determines which.
+    /// `percent`: probability of each kind of fault; `seed` determines which packets have one.
     pub fn new(inner: Box<dyn Port>, percent: u64, seed: u64) -> Self {
         FaultyPort { inner, percent, rng: Rng::new(seed), held: None }
     }

@@ -1,8 +1,8 @@
-//! Rules between groups, as the frames of containers' interfaces heed them.
+//! Rules between groups, applied to the frames of containers' interfaces.
 //!
-//! Where only one side may begin, a TCP connection is refused to the other side at its first segment, and all other segments pass. Any other
-//! packet passes to who may begin if that one has sent something to its sender within the last minute. ARP and neighbour discovery pass
-//! both ways.
+//! Where only one side may begin, the first segment of a TCP connection from the other side is dropped, and all other
+//! segments pass. Any other packet to the side that may begin passes if that side has sent something to the packet's
+//! sender within the last minute. ARP and neighbour discovery pass both ways.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -16,12 +16,12 @@ use unirdma_rnic::Route;
 
 use crate::network::Changes;
 
-/// How long an answer may take.
+/// Longest time for an answer.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
 /// Most pairs of addresses that are remembered because one may answer the other.
 const MAX_BEGUN: usize = 16_384;
 
-/// Who sends a frame or gets it: the number of the group, if that is another one than the switch's, and the addresses that are known.
+/// Sender or receiver of a frame: the number of its group if that is not the switch's own, and its known addresses.
 #[derive(Clone, Copy)]
 pub(crate) struct End<'a> {
     pub group: Option<u32>,
@@ -32,19 +32,21 @@ pub(crate) struct End<'a> {
 pub(crate) struct Filter {
     vni: u32,
     policy: Policy<u32, IpAddr>,
-    /// Addresses of other groups that this one reaches, and the number of the group of each.
+    /// Addresses of other groups that this group reaches, with the numbers of those groups.
     others: HashMap<IpAddr, u32>,
-    /// Who has sent to whom, where only this direction may begin, and when it did so last.
+    /// Pairs of sender and receiver of which only the sender may begin, and when it last sent something.
     begun: Mutex<HashMap<(IpAddr, IpAddr), Instant>>,
 }
 
 impl Filter {
-    /// Of the group with the number `vni`. `others` are addresses of other groups that it reaches, with the numbers of those.
+    /// The filter of group `vni`. `others` are addresses of other groups that it reaches, with the numbers of those
+    /// groups.
     pub fn new(vni: u32, rules: &[Rule<u32>], others: impl Iterator<Item = (IpAddr, u32)>) -> Filter {
         Filter { vni, policy: Policy::new(rules), others: others.collect(), begun: Mutex::default() }
     }
 
-    /// The same after these changes; `None`: no rule concerns the group any more. `before`: what there was, if there was a filter.
+    /// The filter after `changes`; `None` if no rule concerns the group any more. `before`: the filter before, if there
+    /// was one.
     pub fn after(before: Option<&Filter>, changes: &Changes) -> Option<Filter> {
         let mut after = match before {
             Some(f) => {
@@ -65,7 +67,7 @@ impl Filter {
         (!after.policy.is_empty() || !after.others.is_empty()).then_some(after)
     }
 
-    /// True if these changes concern it.
+    /// True if these changes affect the filter.
     pub fn is_concerned(&self, changes: &Changes) -> bool {
         let concerned = |&(address, route): &(IpAddr, Option<Route>)| {
             route.is_some_and(|r| r.vni != self.vni) || self.others.contains_key(&address)
@@ -73,12 +75,12 @@ impl Filter {
         changes.rules.is_some() || changes.addresses.iter().any(concerned)
     }
 
-    /// The number of the group that has an address, if that is another one.
+    /// The number of the group that has an address, if it is another group.
     pub fn other_group(&self, address: IpAddr) -> Option<u32> {
         self.others.get(&address).copied()
     }
 
-    /// True if a frame with this heading may go from one to the other.
+    /// True if a frame with this heading may pass from `from` to `to`.
     pub fn passes(&self, h: &Heading, from: End<'_>, to: End<'_>, now: Instant) -> bool {
         if from.group.is_none() && to.group.is_none() && self.policy.is_empty() {
             return true;
@@ -106,7 +108,7 @@ impl Filter {
         let mut begun = lock(&self.begun);
         if begun.len() >= MAX_BEGUN && !begun.contains_key(&(from, to)) {
             begun.retain(|_, at| now.saturating_duration_since(*at) < ANSWER_TIME);
-            // Somebody sends to very many: what is forgotten can be begun again.
+            // One sender has many receivers. Pairs that are forgotten can be begun again.
             if begun.len() >= MAX_BEGUN {
                 begun.clear();
             }
@@ -180,7 +182,7 @@ mod tests {
         assert!(go(Talk::Other, false, 59) && !go(Talk::Other, false, 60));
         assert!([Talk::Opening, Talk::Segment, Talk::Neighbour, Talk::Other].iter().all(|&t| go(t, true, 70)));
         assert!(go(Talk::Other, false, 71));
-        // A third group stays outside.
+        // A third group is not allowed.
         let green = End { group: Some(3), addresses: &BLUE };
         let heading = Heading { from: Some(BLUE[0]), to: RED[0], talk: Talk::Neighbour };
         assert!(!f.passes(&heading, green, End { group: None, addresses: &RED }, start));

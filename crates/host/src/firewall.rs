@@ -1,13 +1,15 @@
-//! Rules of the kernel's packet filter (nftables), by which only the virtual layer of this host sends from its addresses to RoCEv2 and
-//! VXLAN ports. Without them any user of the host can: a socket that is bound to a port of one address may send with another address
-//! of the host (IP_PKTINFO), so that holding the port is not enough.
+//! Rules of the kernel's packet filter (nftables). With them, only the virtual layer of this host sends from its
+//! addresses to RoCEv2 and VXLAN ports. Without them any user of the host can: a socket that is bound to a port of one
+//! address may send with another address of the host (IP_PKTINFO), so that holding the port is not enough.
 //!
-//! The virtual layer's packets are known by their mark, which sockets can be given with CAP_NET_ADMIN or CAP_NET_RAW only. A user's id
-//! would let every service pass that runs as root with few capabilities, and a cgroup is not the same in every kernel. The rules stand
-//! behind NAT (postrouting, after `srcnat`), so that they see what containers send by way of this host, too.
+//! The virtual layer's packets are recognized by their mark, which needs CAP_NET_ADMIN or CAP_NET_RAW to set. A match
+//! on the user would also accept all services that run as root with few capabilities, and matching cgroups differs
+//! between kernels. The rules come after NAT (postrouting, after `srcnat`), so that they also see packets of containers
+//! that leave through this host.
 //!
-//! The rules are a table of their own, named after the directory of the virtual layer. Whoever sets them removes them at the end; after a
-//! crash the next start in that directory does. A file in the directory says that there may be a table.
+//! The rules are in a table of their own, named after the directory of the virtual layer. The process that sets them
+//! removes them at its end; after a crash, the next start in that directory does. A file in the directory says that
+//! there may be a table.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -21,14 +23,15 @@ use std::thread::JoinHandle;
 use unirdma_formats::net::VXLAN_PORT;
 use unirdma_formats::wire::ROCE_PORT;
 
-/// What the packets of the virtual layer are marked with. Few bits, and low ones: others use upper bits of marks as flags.
+/// Mark of the virtual layer's packets. It uses few and low bits, since others use upper bits of marks as flags.
 pub(crate) const MARK: u32 = 0x2a;
-/// Behind NAT, whose priority is 100.
+/// After NAT, whose priority is 100.
 const AFTER_NAT: u32 = 300;
-/// Name of the file in the directory of the virtual layer.
+/// Name of the marker file in the directory of the virtual layer.
 const FILE: &str = "firewall";
 
-/// Name of the table of a directory: a name of nftables may have slashes. What it may not have is written in hexadecimal.
+/// Name of the table of a directory. Names in nftables may have slashes; other characters that they may not have are
+/// written in hexadecimal.
 fn table(dir: &Path) -> String {
     let mut name = "unirdma".to_string();
     for &b in dir.as_os_str().as_encoded_bytes() {
@@ -41,13 +44,13 @@ fn table(dir: &Path) -> String {
     name
 }
 
-/// The addresses of a family as a set of nftables, or `None` if there are none.
+/// The addresses of one family as a set of nftables; `None` if there are none.
 fn set<'a>(addresses: impl IntoIterator<Item = &'a IpAddr>, ipv4: bool) -> Option<String> {
     let all: Vec<String> = addresses.into_iter().filter(|a| a.is_ipv4() == ipv4).map(ToString::to_string).collect();
     (!all.is_empty()).then(|| format!("{{ {} }}", all.join(", ")))
 }
 
-/// The rules as a script for `nft -f`, which replaces the table if it exists.
+/// The rules as a script for `nft -f`, which replaces an existing table.
 pub(crate) fn rules(dir: &Path, own: &[IpAddr], peers: &BTreeSet<IpAddr>) -> String {
     let name = table(dir);
     let (mut leaves, mut arrives) = (String::new(), String::new());
@@ -91,7 +94,7 @@ table inet {name} {{
 fn nft(script: &str) -> io::Result<()> {
     let path = std::env::var("PATH").unwrap_or_default();
     let mut c = Command::new("nft");
-    // An ordinary user's PATH may lack where Debian has it.
+    // The PATH of an ordinary user may lack the directory where Debian has `nft`.
     c.args(["-f", "-"]).env("PATH", format!("{path}:/usr/sbin:/sbin"));
     let mut child = c.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().map_err(|e| {
         let text = match e.kind() {
@@ -102,7 +105,7 @@ fn nft(script: &str) -> io::Result<()> {
         };
         io::Error::new(e.kind(), text)
     })?;
-    // If it ends early, its own words are better than a broken pipe.
+    // If `nft` ends early, its error message says more than a broken pipe.
     let written = child.stdin.take().map_or(Ok(()), |mut i| i.write_all(script.as_bytes()));
     let done = child.wait_with_output()?;
     if done.status.success() {
@@ -113,7 +116,7 @@ fn nft(script: &str) -> io::Result<()> {
     Err(io::Error::other(format!("nft does not take the rules of --firewall: {line}")))
 }
 
-/// The rules in force; they are removed when this is dropped.
+/// The rules in force, which are removed when this is dropped.
 pub(crate) struct Firewall {
     dir: PathBuf,
     updates: Option<mpsc::Sender<BTreeSet<IpAddr>>>,
@@ -126,18 +129,18 @@ impl Firewall {
     /// # Errors
     /// One line that says what is wrong and what to do.
     pub fn start(dir: &Path, own: &[IpAddr], peers: &BTreeSet<IpAddr>) -> io::Result<Firewall> {
-        // First, so that a crash never leaves rules that the next start does not look for.
+        // The file is written first, so that after a crash the next start always looks for rules.
         let note = dir.join(FILE);
         std::fs::write(&note, format!("{}\n", table(dir))).map_err(crate::context("cannot write", &note))?;
         if let Err(e) = nft(&rules(dir, own, peers)) {
             let _ = std::fs::remove_file(&note);
             return Err(e);
         }
-        // From here on it is removed if anything fails.
+        // From here on, dropping `firewall` removes the rules if anything fails.
         let mut firewall = Firewall { dir: dir.to_path_buf(), updates: None, thread: None };
         let (updates, later) = mpsc::channel::<BTreeSet<IpAddr>>();
         let (of_dir, own) = (dir.to_path_buf(), own.to_vec());
-        // The supervisor's thread does not wait for a program.
+        // A thread runs `nft`, so that the supervisor's thread does not wait for it.
         let update = move || {
             while let Ok(peers) = later.recv() {
                 if let Err(e) = nft(&rules(&of_dir, &own, &peers)) {
@@ -150,7 +153,7 @@ impl Firewall {
         Ok(firewall)
     }
 
-    /// From now on these are the peers.
+    /// Updates the peers.
     pub fn set_peers(&self, peers: BTreeSet<IpAddr>) {
         if let Some(u) = &self.updates {
             let _ = u.send(peers);
@@ -173,7 +176,7 @@ impl Drop for Firewall {
     }
 }
 
-/// Removes the rules of a directory that a crash may have left.
+/// Removes rules that a crash has left in this directory's name.
 pub(crate) fn remove_stale(dir: &Path) {
     if dir.join(FILE).exists() {
         remove(dir);
@@ -182,7 +185,7 @@ pub(crate) fn remove_stale(dir: &Path) {
 
 fn remove(dir: &Path) {
     let name = table(dir);
-    // A table that is made if it does not exist can be deleted in any case.
+    // The script creates the table first, so that deleting it always succeeds.
     match nft(&format!("table inet {name}\ndelete table inet {name}\n")) {
         Ok(()) => {
             let _ = std::fs::remove_file(dir.join(FILE));

@@ -1,4 +1,5 @@
-//! What a vRNIC may send by its interface: frames from its own MAC, with its own addresses. A router may send with any address.
+//! Anti-spoofing: the frames that a vRNIC may send through its interface must have its own MAC and its own addresses. A
+//! router may send with any address.
 
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -14,17 +15,17 @@ use crate::vrnic::IpNet;
 /// Frames of a vRNIC's interface that were refused, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrameDrops {
-    /// From another Ethernet address.
+    /// Sent from another Ethernet address.
     pub mac: u64,
-    /// From another IP address.
+    /// Sent from another IP address.
     pub address: u64,
-    /// ARP or neighbour discovery that told where somebody else is, or spoke as a router.
+    /// ARP or neighbour discovery that announced another interface's address, or spoke as a router.
     pub neighbour: u64,
     /// Neither IPv4, IPv6 nor ARP, or with a VLAN tag.
     pub protocol: u64,
-    /// Too short, or readable in two ways.
+    /// Too short, or ambiguous.
     pub malformed: u64,
-    /// To or from somebody with whom no rule lets it talk.
+    /// To or from an address with which no rule allows it to talk.
     #[serde(default)]
     pub rules: u64,
 }
@@ -41,7 +42,8 @@ impl std::ops::AddAssign for FrameDrops {
     }
 }
 
-/// A vRNIC's addresses as its frames may show them, and how many frames did not. Shared by the control thread and the switch.
+/// The addresses that a vRNIC's frames may use, and counters of refused frames. Shared by the control thread and the
+/// switch.
 pub(crate) struct Guard {
     mac: Mac,
     allow_spoof: AtomicBool,
@@ -57,13 +59,13 @@ impl Guard {
         guard
     }
 
-    /// From now on these are its addresses, beside the link-local one of its MAC.
+    /// Sets its addresses, in addition to the link-local address of its MAC.
     pub fn set_addresses(&self, ips: &[IpNet]) {
         let link_local = Gid::link_local(self.mac).ip();
         *lock(&self.own) = ips.iter().map(|i| i.addr).chain([link_local]).collect();
     }
 
-    /// From now on its frames may have any IP address, or not.
+    /// Allows its frames any IP address, or not.
     pub fn set_allow_spoof(&self, on: bool) {
         self.allow_spoof.store(on, Ordering::Relaxed);
     }
@@ -86,12 +88,12 @@ impl Guard {
         lock(&self.own).clone()
     }
 
-    /// Counts a frame that a rule did not allow.
+    /// Counts a frame that the rules did not allow.
     pub fn count_ruled_out(&self) {
         self.refused[5].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// True if its interface may send this frame; else it is counted.
+    /// True if the interface may send this frame; otherwise the frame is counted.
     pub fn passes(&self, frame: &[u8]) -> bool {
         let refused = match frame::check(frame, self.mac, &lock(&self.own)) {
             Ok(()) => return true,
@@ -106,7 +108,7 @@ impl Guard {
         false
     }
 
-    /// How many frames it did not let pass.
+    /// The counters of refused frames.
     pub fn drops(&self) -> FrameDrops {
         let [mac, address, neighbour, protocol, malformed, rules] =
             std::array::from_fn(|i| self.refused[i].load(Ordering::Relaxed));

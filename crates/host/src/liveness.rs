@@ -1,10 +1,13 @@
-//! Whether the threads of a worker make progress. One thread, the watcher, looks at the [`Pulse`] of each other thread, and acts if it is stuck.
+//! Detection of stuck threads of a worker. One thread, the watcher, checks the [`Pulse`] of each other thread, and acts
+//! if that thread is stuck.
 //!
-//! * A poller has a seat. A job may go through private memory of a process, and wait for as long as that process likes. After [`SLOW_NS`] a new
-//!   thread takes the seat, and the stuck thread ends when it comes back. After [`GIVE_UP_NS`] the job is given up. A vRNIC has few such jobs at
-//!   a time ([`unirdma_rnic::Core::note_slow`]), so there are few stuck threads.
-//! * The control thread and the switch never wait for a tenant. If one of them is stuck all the same, it is reported after [`LONG`] looks. After
-//!   [`STUCK`] looks the worker ends, and is started anew. Looks are counted, and not time, since the whole machine may have paused.
+//! * A poller has a seat. A job may access private memory of a process, and that process can make the access wait as
+//!   long as it likes. After [`SLOW_NS`] a new thread takes the seat, and the stuck thread ends when its access
+//!   returns. After [`GIVE_UP_NS`] the job is given up. A vRNIC has few such jobs at a time
+//!   ([`unirdma_rnic::Core::note_slow`]), so there are few stuck threads.
+//! * The control thread and the switch never wait for a tenant. If one of them is stuck all the same, it is reported
+//!   after [`LONG`] checks. After [`STUCK`] checks the worker ends and is started anew. Checks are counted instead of
+//!   time, since the whole machine may have paused.
 //!
 //! While there are neither sessions nor jobs, the watcher sleeps.
 
@@ -19,30 +22,31 @@ use unirdma_device::now_ns;
 use crate::confine::{self, Kind};
 use crate::engine::{Apart, Engine};
 
-/// Time after which a job is slow, nanoseconds: mostly longer than a thread waits for a core on a busy machine.
+/// Time after which a job is slow, ns: usually longer than a thread waits for a core on a busy machine.
 const SLOW_NS: u64 = 10_000_000;
-/// Time after which a job is given up, nanoseconds.
+/// Time after which a job is given up, ns.
 const GIVE_UP_NS: u64 = 5_000_000_000;
-/// Time between two looks while there are sessions, nanoseconds. While there are jobs, the watcher looks at the seats more often.
+/// Interval of checks while there are sessions, ns. While there are jobs, seats are checked more often.
 const LOOK_NS: u64 = 500_000_000;
-/// A thread that works without a pause for more looks than this is reported.
+/// A thread that works without a pause for more checks than this is reported.
 const LONG: u32 = 3;
-/// Looks after which a thread is stuck for good. A supervisor that is stopped within a message holds up the control thread for less long.
+/// Checks after which a thread counts as stuck for good. This is longer than a supervisor that is stopped within a
+/// message can delay the control thread.
 const STUCK: u32 = 40;
 
-/// Since when a thread has worked, nanoseconds; 0 while it waits.
+/// Since when a thread has worked, ns; 0 while it waits.
 #[derive(Default)]
 pub(crate) struct Pulse(AtomicU64);
 
 impl Pulse {
-    /// The thread begins to work. Returns the time.
+    /// Called when the thread begins to work. Returns the time.
     pub fn begin(&self) -> u64 {
         let now = now_ns();
         self.0.store(now, Ordering::SeqCst);
         now
     }
 
-    /// The thread waits from now on.
+    /// Called when the thread begins to wait.
     pub fn rest(&self) {
         self.0.store(0, Ordering::SeqCst);
     }
@@ -51,24 +55,24 @@ impl Pulse {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Ends the work that began at this time. False if it has been ended before, by its thread or by the watcher.
+    /// Ends the work that began at `since_ns`. False if it was ended before, by its thread or by the watcher.
     fn end(&self, since_ns: u64) -> bool {
         self.0.compare_exchange(since_ns, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 }
 
-/// A poller's seat.
+/// A poller's seat, which one thread has at a time.
 #[derive(Default)]
 struct Seat {
     /// Number of the thread that has it.
     holder: AtomicU64,
-    /// Since when that thread does a job that may be slow.
+    /// Runs while that thread does a job that may be slow.
     pulse: Pulse,
     /// Number of the job.
     job: AtomicU64,
 }
 
-/// What the watcher of a worker looks at.
+/// State that the watcher of a worker checks.
 #[derive(Default)]
 pub(crate) struct Liveness {
     seats: Vec<Seat>,
@@ -76,7 +80,7 @@ pub(crate) struct Liveness {
     pub switch: Apart<Pulse>,
     /// There are sessions.
     sessions: AtomicBool,
-    /// There are jobs, or there were some since the last look.
+    /// There are jobs, or there were some since the last check.
     jobs: AtomicBool,
     watcher: OnceLock<Thread>,
 }
@@ -91,7 +95,7 @@ impl Liveness {
         self.seats[seat].holder.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Gives a seat back to the thread that had it: the other one could not start.
+    /// Returns a seat to the thread that had it, because the new thread could not start.
     pub fn give_back(&self, seat: usize) {
         self.seats[seat].holder.fetch_sub(1, Ordering::SeqCst);
     }
@@ -101,7 +105,8 @@ impl Liveness {
         self.seats[seat].holder.load(Ordering::SeqCst) == thread
     }
 
-    /// Runs `f`, a job that may be slow, for the thread that has the seat. False if the thread has lost the seat meanwhile.
+    /// Runs `f`, a job that may be slow, for the thread that has the seat. False if the thread has lost the seat
+    /// meanwhile.
     pub fn do_slow(&self, seat: usize, thread: u64, job: u64, f: impl FnOnce()) -> bool {
         let s = &self.seats[seat];
         s.job.store(job, Ordering::Relaxed);
@@ -124,17 +129,17 @@ impl Liveness {
         }
     }
 
-    /// Lets the watcher look at once.
+    /// Makes the watcher check at once.
     pub fn wake(&self) {
         self.watcher.get().into_iter().for_each(Thread::unpark);
     }
 }
 
-/// Starts the watcher, which ends with the engine. `report` is called, at most once a second, with the name of a stuck thread and for how
-/// many seconds it has been stuck.
+/// Starts the watcher, which ends with the engine. `report` is called at most once a second, with the name of a stuck
+/// thread and for how many seconds it has been stuck.
 ///
 /// # Errors
-/// Those of thread creation.
+/// Errors of thread creation.
 pub(crate) fn watch(engine: &Arc<Engine>, report: impl Fn(&'static str, u64) + Send + 'static) -> io::Result<()> {
     let e = engine.clone();
     let watcher = Builder::new().name("watcher".into()).spawn(move || {
@@ -147,9 +152,9 @@ pub(crate) fn watch(engine: &Arc<Engine>, report: impl Fn(&'static str, u64) + S
 
 fn run(engine: &Arc<Engine>, report: impl Fn(&'static str, u64)) {
     let Liveness { seats, control, switch, sessions, jobs, .. } = &engine.liveness;
-    // Slow jobs, and since when they have been done.
+    // Slow jobs, with their start times.
     let mut slow = Vec::new();
-    // Since when each thread worked at the last look, and for how many looks it has.
+    // For each thread: its start time at the last check, and for how many checks it has been the same.
     let mut others = [("control thread", control, 0, 0), ("switch", switch, 0, 0)];
     let mut looked_ns = 0;
     while !engine.is_stopping() {
@@ -181,11 +186,11 @@ fn run(engine: &Arc<Engine>, report: impl Fn(&'static str, u64)) {
     }
 }
 
-/// Gives a seat to a new thread if its poller does a slow job. Returns that job, and since when it has been done.
+/// Gives a seat to a new thread if its present one runs a slow job. Returns the job and its start time.
 fn replace_slow(engine: &Arc<Engine>, seat: usize, now: u64) -> Option<(u64, u64)> {
     let s = &engine.liveness.seats[seat];
     let (since_ns, job) = (s.pulse.since_ns(), s.job.load(Ordering::Relaxed));
-    // If the watcher ends the work, no other job has begun since the pulse was read, so the number is of this job.
+    // If the watcher ends the work, no other job has begun since the pulse was read, so `job` is its number.
     if since_ns == 0 || now.saturating_sub(since_ns) <= SLOW_NS || !s.pulse.end(since_ns) {
         return None;
     }
@@ -196,7 +201,7 @@ fn replace_slow(engine: &Arc<Engine>, seat: usize, now: u64) -> Option<(u64, u64
     Some((job, since_ns))
 }
 
-/// Reports a thread that has worked without a pause for a number of looks, or ends the worker.
+/// Reports a thread that has worked without a pause for `looks` checks, or ends the worker.
 fn heed(name: &'static str, looks: u32, report: impl Fn(&'static str, u64)) {
     let seconds = u64::from(looks) * LOOK_NS / 1_000_000_000;
     if looks > LONG && looks.is_multiple_of(2) {
@@ -215,7 +220,7 @@ mod tests {
     use std::sync::mpsc::{Receiver, channel};
     use std::time::Instant;
 
-    /// An engine with one poller, and what its watcher reports.
+    /// An engine with one poller, and its watcher's reports.
     fn start() -> (Arc<Engine>, Receiver<(&'static str, u64)>) {
         let config = EngineConfig { pollers: Some((1, 1)), ..EngineConfig::default() };
         let engine = Engine::start(&config, None).unwrap();
@@ -242,7 +247,7 @@ mod tests {
         });
         assert!(!seated);
         assert!(began.elapsed() >= Duration::from_nanos(SLOW_NS));
-        // The one that has it now is seated until it is stuck itself.
+        // The thread that has the seat now keeps it until it is stuck itself.
         std::thread::sleep(Duration::from_millis(50));
         assert!(l.has(0, me + 1));
         engine.stop();
@@ -252,7 +257,7 @@ mod tests {
     fn a_thread_that_works_for_long_is_reported_and_one_that_waits_is_not() {
         let (engine, reports) = start();
         let l = &engine.liveness;
-        // Without sessions nobody looks.
+        // Without sessions the watcher does not check.
         l.control.begin();
         assert!(reports.recv_timeout(Duration::from_secs(2)).is_err());
         l.control.rest();

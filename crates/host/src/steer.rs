@@ -1,7 +1,9 @@
-//! Steering: classic BPF programs (linux/filter.h) by which the kernel finds the worker that a packet is for, by a number in the packet.
+//! Steering: classic BPF programs (linux/filter.h) by which the kernel finds the worker for a packet, using a number in
+//! the packet.
 //!
-//! A program is a binary search in a table of ranges. It ends with what the table says of the number: the index of a socket among
-//! those that share a port (SO_ATTACH_REUSEPORT_CBPF). A packet that is too short for the number ends it with 0.
+//! A program is a binary search in a table of ranges. It returns the value of the number's range: the index of a socket
+//! in a group that shares a port (SO_ATTACH_REUSEPORT_CBPF). If the packet is too short to have the number, the program
+//! returns 0.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,10 +18,10 @@ pub(crate) type Instruction = libc::sock_filter;
 pub(crate) const MAX_INSTRUCTIONS: usize = 4096;
 /// Farthest that a conditional jump goes.
 const MAX_JUMP: usize = 255;
-/// Where the word with the destination QPN lies in a BTH, and that with the VNI in a VXLAN header.
+/// Offset of the word with the destination QPN in a BTH, and of the word with the VNI in a VXLAN header.
 const QPN_WORD: u32 = 4;
 const VNI_WORD: u32 = 4;
-/// Offsets from here on are counted from the IP header (SKF_NET_OFF).
+/// Offsets from this value on are counted from the IP header (SKF_NET_OFF).
 pub(crate) const IP_HEADER: u32 = -0x10_0000_i32 as u32;
 /// Bytes from an IPv4 header without options to the UDP payload.
 const PAYLOAD_AT: u32 = 20 + 8;
@@ -36,22 +38,24 @@ fn plain(code: u16, k: u32) -> Instruction {
     Instruction { code, jt: 0, jf: 0, k }
 }
 
-/// The end of a program.
+/// Ends a program with a value.
 pub(crate) fn end(value: u32) -> Instruction {
     plain(RETURN, value)
 }
 
-/// Goes on at the next instruction if the number equals `k`, else leaves one out.
+/// Continues with the next instruction if the number equals `k`, otherwise skips it.
 pub(crate) fn if_equal(k: u32) -> Instruction {
     Instruction { code: JUMP_EQUAL, jt: 0, jf: 1, k }
 }
 
-/// Which value each number has: sorted by the first number of each range, which ends where the next one begins. The first is 0.
+/// Maps numbers to values. Entries are the first number of a range and its value, sorted; a range ends where the next
+/// one begins. The first range begins at 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Table(Vec<(u32, u32)>);
 
 impl Table {
-    /// A table of ranges that have no number in common: first number, how many, value. Other numbers have the value `others`.
+    /// A table of disjoint ranges, each given as first number, length and value. All other numbers have the value
+    /// `others`.
     pub fn new(ranges: impl IntoIterator<Item = (u32, u32, u32)>, others: u32) -> Self {
         let mut starts = BTreeMap::from([(0, others)]);
         for (start, length, value) in ranges {
@@ -63,14 +67,14 @@ impl Table {
         Table(table)
     }
 
-    /// This table with other values.
+    /// This table with its values replaced.
     pub fn map(&self, value: impl Fn(u32) -> u32) -> Table {
         let mut table: Vec<(u32, u32)> = self.0.iter().map(|&(start, v)| (start, value(v))).collect();
         table.dedup_by_key(|range| range.1);
         Table(table)
     }
 
-    /// Looks for the number in the accumulator.
+    /// Instructions that search the number in the accumulator.
     fn search(&self) -> Vec<Instruction> {
         search(&self.0)
     }
@@ -93,33 +97,34 @@ fn search(table: &[(u32, u32)]) -> Vec<Instruction> {
     program
 }
 
-/// Finds the value of a packet's destination QPN. QPN 1 is no worker's, but an address's: it has the value `manager`.
+/// Finds the value of a packet's destination QPN. QPN 1 belongs to an address instead of a worker, and has the value
+/// `manager`.
 fn by_qpn_at(at: u32, table: &Table, manager: u32) -> Vec<Instruction> {
     let load = [plain(LOAD_WORD, at + QPN_WORD), plain(AND, Qpn::MASK), if_equal(1), end(manager)];
     load.into_iter().chain(table.search()).collect()
 }
 
-/// As a program of a UDP port, which sees the UDP payload.
+/// As a program for a UDP port, which sees the UDP payload.
 pub(crate) fn by_qpn(table: &Table, manager: u32) -> Vec<Instruction> {
     by_qpn_at(0, table, manager)
 }
 
-/// As the end of a program that sees whole packets, and knows that this one is UDP in IPv4 without options.
+/// As the end of a program that sees whole packets and has checked that this one is UDP in IPv4 without options.
 pub(crate) fn by_qpn_of_ipv4(table: &Table, manager: u32) -> Vec<Instruction> {
     by_qpn_at(IP_HEADER.wrapping_add(PAYLOAD_AT), table, manager)
 }
 
-/// Finds the value of a packet's VNI, as a program of a UDP port.
+/// Finds the value of a packet's VNI, as a program for a UDP port.
 pub(crate) fn by_vni(table: &Table) -> Vec<Instruction> {
     let load = [plain(LOAD_WORD, VNI_WORD), plain(SHIFT_RIGHT, 8)];
     load.into_iter().chain(table.search()).collect()
 }
 
-/// Gives the kernel a program, which replaces the one that it had: `option` is SO_ATTACH_FILTER, for one socket, or
-/// SO_ATTACH_REUSEPORT_CBPF, for all that share a port with this one.
+/// Attaches a program to a socket, in place of an earlier one. `option` is SO_ATTACH_FILTER, for this socket, or
+/// SO_ATTACH_REUSEPORT_CBPF, for all sockets that share a port with it.
 ///
 /// # Errors
-/// Those of the option, or one line that says that the program is too long.
+/// Errors of the option, or one line that says that the program is too long.
 pub(crate) fn attach(socket: &impl AsFd, option: i32, program: &[Instruction]) -> io::Result<()> {
     if program.len() > MAX_INSTRUCTIONS {
         let text = "there are more groups and ranges of QPNs than one BPF program can tell apart";
@@ -127,7 +132,8 @@ pub(crate) fn attach(socket: &impl AsFd, option: i32, program: &[Instruction]) -
     }
     let value = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
     let (size, fd) = (size_of::<libc::sock_fprog>() as u32, socket.as_fd().as_raw_fd());
-    // SAFETY: the option is a program of `len` instructions, which the kernel only reads, and which lives until after the call.
+    // SAFETY: the option is a program of `len` instructions, which the kernel only reads, and which lives until after
+    // the call.
     let done = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, option, std::ptr::from_ref(&value).cast(), size) };
     if done == 0 {
         return Ok(());
@@ -147,7 +153,7 @@ pub(crate) fn attach(socket: &impl AsFd, option: i32, program: &[Instruction]) -
 mod tests {
     use super::*;
 
-    /// What a program says of a packet; a load beyond the packet's end says 0.
+    /// Result of a program for a packet. A load beyond the packet's end gives 0.
     fn run(program: &[Instruction], packet: &[u8]) -> u32 {
         let (mut at, mut a, mut steps) = (0, 0u32, 0);
         loop {
@@ -178,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_thousand_ranges_are_found_and_what_lies_between() {
-        // Some touch, some leave numbers between them that are nobody's.
+        // Some ranges touch, others have unused numbers between them.
         let ranges: Vec<(u32, u32, u32)> =
             (0..1000).map(|i| (i << 14, if i % 3 == 0 { 1 << 14 } else { 9 }, i)).collect();
         let table = Table::new(ranges.clone(), 5000);
@@ -193,7 +199,7 @@ mod tests {
         }
         assert_eq!((run(&program, &to_qpn(1)), run(&program, &to_qpn(0xff_ffff))), (7000, 5000));
         assert_eq!(run(&program, &to_qpn(77)[..7]), 0, "a packet without a whole QPN");
-        // The greatest tables that there are: a number each, far apart.
+        // The largest possible table: ranges of one number, far apart.
         let numbers: Vec<(u32, u32, u32)> = (1..=1000).map(|i| (i * 16_000, 1, i)).collect();
         let program = by_vni(&Table::new(numbers, 0));
         assert!(program.len() <= MAX_INSTRUCTIONS, "{}", program.len());

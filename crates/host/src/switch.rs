@@ -1,9 +1,9 @@
-//! The Ethernet switch of the containers' interfaces: frames go to vRNICs of the same group, on this host and,
-//! through the tunnel, on others.
+//! The Ethernet switch for the interfaces of containers and virtual machines: it passes frames to vRNICs of the same
+//! group on this host and, through the tunnel, on others.
 //!
-//! An interface of a container arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
-//! one end of a veth pair); that of a virtual machine is a virtio device of this process. A frame is dropped that
-//! shows other addresses than its vRNIC has (`guard`), or that comes from another host and claims those of a vRNIC here.
+//! A container's interface is a descriptor that reads and writes whole frames (a tap, or a packet socket on one end of
+//! a veth pair). A virtual machine's interface is a virtio device of this process. A frame is dropped if it has other
+//! addresses than its vRNIC (`guard`), or if it comes from another host and claims addresses of a vRNIC here.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,14 +27,14 @@ use crate::network::{Changes, Plan};
 use crate::seal::{GroupSecrets, SealInfo};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
-/// How an interface is reached.
+/// The way to an interface.
 enum Way {
     Container(OwnedFd),
     Machine(Arc<NetDevice>),
 }
 
 impl Way {
-    /// The next frame that comes by it, if there is one, put into `frame`; its bytes.
+    /// Reads the next frame into `frame`, if there is one; returns its length.
     ///
     /// # Errors
     /// The interface is gone.
@@ -50,7 +50,7 @@ impl Way {
         }
     }
 
-    /// A full queue drops the frame, as a wire would.
+    /// Sends a frame. A full queue drops it, as a wire would.
     fn send(&self, frame: &[u8]) {
         match self {
             Way::Machine(m) => m.send(frame),
@@ -63,15 +63,15 @@ struct Port {
     way: Way,
     group: u32,
     guard: Arc<Guard>,
-    /// Frames pass, both ways.
+    /// The link is up: frames pass, both ways.
     up: AtomicBool,
 }
 
-/// The switch; its thread runs until [`Switch::stop`].
+/// The switch, whose thread runs until [`Switch::stop`].
 #[derive(Clone)]
 pub struct Switch {
     ports: Arc<Mutex<HashMap<u64, Arc<Port>>>>,
-    /// Of the groups that rules concern.
+    /// Filters of the groups that rules concern.
     filters: Arc<Mutex<HashMap<u32, Arc<Filter>>>>,
     epoll: Arc<OwnedFd>,
     tunnel: Option<Arc<Tunnel>>,
@@ -82,22 +82,23 @@ pub struct Switch {
 const ETH_HEADER: usize = 14;
 /// Longest frame, bytes.
 const MAX_FRAME: usize = 65_536;
-/// Frames from one port, and copies of them, before the others get a turn. A frame to all is as many copies as there are members.
+/// Most frames from one port, and copies of them, before the others get a turn. A broadcast frame counts one copy for
+/// each member.
 const BURST: usize = 64;
-/// Most turns for the frames that are left when an interface is removed. A tap keeps 500 of them.
+/// Most turns for the frames that are left when an interface is removed. A tap keeps 500 frames.
 const LAST_TURNS: u32 = 16;
-/// Token of the tunnel's first socket; interfaces have smaller ones.
+/// Token of the tunnel's first socket; interfaces have smaller tokens.
 const TUNNEL: u64 = 1 << 63;
-/// Token of what stops the thread.
+/// Token of the eventfd that stops the thread.
 const STOP: u64 = u64::MAX;
 /// Token of the tunnel's timer.
 const TIMER: u64 = u64::MAX - 1;
 
 impl Switch {
-    /// Starts the switch; `tunnel` leads to other hosts, `engine` takes the datagrams that come through it.
+    /// Starts the switch. `tunnel` leads to other hosts; `engine` gets the datagrams that arrive through it.
     ///
     /// # Errors
-    /// Those of epoll and thread creation.
+    /// Errors of epoll and thread creation.
     pub fn start(tunnel: Option<Tunnel>, engine: Arc<Engine>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         for (i, socket) in tunnel.iter().flat_map(Tunnel::sockets).enumerate() {
@@ -123,7 +124,7 @@ impl Switch {
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
     }
 
-    /// Adds the interface of a vRNIC under `id`; `up`: its link.
+    /// Adds the interface of a vRNIC under `id`. `up`: its link is up.
     ///
     /// # Errors
     /// The descriptor cannot be polled.
@@ -141,7 +142,7 @@ impl Switch {
         lock(&self.ports).insert(id, Arc::new(port));
     }
 
-    /// Watches the descriptor by which a virtual machine says that it sends frames, for edges.
+    /// Watches the edge-triggered descriptor by which a virtual machine announces frames.
     ///
     /// # Errors
     /// The descriptor cannot be polled.
@@ -150,7 +151,7 @@ impl Switch {
         Ok(epoll::add(&*self.epoll, kick, epoll::EventData::new_u64(id), flags)?)
     }
 
-    /// Watches such a descriptor no more.
+    /// Stops watching such a descriptor.
     pub fn unwatch(&self, kick: BorrowedFd<'_>) {
         let _ = epoll::delete(&*self.epoll, kick);
     }
@@ -162,7 +163,8 @@ impl Switch {
         }
     }
 
-    /// Removes an interface. What it has sent before is passed on: the last words of a program that has ended are never said again.
+    /// Removes an interface. Frames that it has sent before are passed on, because a program that has ended does not
+    /// repeat its last ones.
     pub fn remove(&self, id: u64) {
         let Some(port) = lock(&self.ports).remove(&id) else { return };
         let Way::Container(fd) = &port.way else { return };
@@ -174,7 +176,7 @@ impl Switch {
     fn run(&self) {
         let mut frame = vec![0; MAX_FRAME];
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
-        // Machines that had more than a turn's frames: nothing tells of those again.
+        // Machines that had more frames than a turn allows. No event will announce these frames again.
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         loop {
@@ -207,7 +209,7 @@ impl Switch {
         }
     }
 
-    /// Takes what has come by a socket of the tunnel, as much as a turn allows. Datagrams are work of the RNIC.
+    /// Handles packets that have arrived by a socket of the tunnel, as many as a turn allows. Datagrams go to the RNIC.
     fn tunnel_turn(&self, t: &Tunnel, socket: usize, room: &mut [u8]) {
         for _ in 0..BURST {
             match t.receive(socket, room) {
@@ -227,7 +229,7 @@ impl Switch {
         }
     }
 
-    /// Passes on what has come by a port, as much as a turn allows; true if there may be more.
+    /// Passes on frames that have arrived by a port, as many as a turn allows; true if there may be more.
     fn turn(&self, id: u64, port: &Port, frame: &mut [u8]) -> bool {
         let mut left = BURST;
         while left > 0 {
@@ -244,7 +246,7 @@ impl Switch {
         true
     }
 
-    /// Passes a frame on; how many copies of it were made.
+    /// Passes on a frame; returns the number of copies.
     fn forward(&self, id: u64, port: &Port, frame: &[u8]) -> usize {
         if !port.up.load(Ordering::Relaxed) || frame.len() < ETH_HEADER || !port.guard.passes(frame) {
             return 0;
@@ -260,9 +262,9 @@ impl Switch {
         copies
     }
 
-    /// Passes on a frame of a group that rules concern; how many copies of it were made.
+    /// Passes on a frame of a group that rules concern; returns the number of copies.
     fn forward_by_rules(&self, filter: &Filter, id: u64, port: &Port, frame: &[u8]) -> usize {
-        // What cannot be read is allowed to nobody.
+        // A frame that cannot be parsed is allowed to no destination.
         let Some(h) = Heading::read(frame) else {
             port.guard.count_ruled_out();
             return 0;
@@ -284,7 +286,7 @@ impl Switch {
             copies = self.deliver(Some(id), port.group, frame, may);
         }
         let Some(t) = self.tunnel.as_ref().filter(|_| !is_for_one(frame, copies)) else { return copies };
-        // The hosts of those to whom a multicast packet goes ask for each of them.
+        // For a multicast packet, the receiving hosts apply the rules for each of their members.
         match to.group {
             _ if !h.to.is_multicast() && !filter.passes(&h, from, to, now) => port.guard.count_ruled_out(),
             Some(_) => t.send_across(port.group, h.to, frame),
@@ -293,7 +295,8 @@ impl Switch {
         copies
     }
 
-    /// A frame came through the tunnel for a group; `source` is the number of its sender's group, if that is another one.
+    /// Handles a frame that has arrived through the tunnel for a group. `source` is the number of its sender's group if
+    /// that is another one.
     fn arrive(&self, group: u32, source: Option<u32>, frame: &[u8]) {
         let filter = lock(&self.filters).get(&group).cloned();
         let Some(filter) = filter else {
@@ -319,7 +322,8 @@ impl Switch {
         lock(&self.ports).values().any(|p| p.group == group && p.guard.has(address))
     }
 
-    /// Hands a frame to the vRNICs of this host that it is for, as far as they may have it and have a link; how many it is for.
+    /// Delivers a frame to the vRNICs of this host that have its destination address, if the link is up and `may`
+    /// allows it. Returns the number of such vRNICs, whether or not they got the frame.
     fn deliver(&self, from: Option<u64>, group: u32, frame: &[u8], may: impl Fn(&Port) -> bool) -> usize {
         let to_all = frame[0] & 1 != 0;
         let mut copies = 0;
@@ -342,27 +346,28 @@ impl Switch {
         members.any(|p| frame[6..12] == p.guard.mac().0 || told.is_some_and(|a| p.guard.has(a)))
     }
 
-    /// What the tunnel has dropped.
+    /// Counters of packets that the tunnel has dropped.
     pub fn tunnel_drops(&self) -> TunnelDrops {
         self.tunnel.as_ref().map(|t| t.drops()).unwrap_or_default()
     }
 
-    /// Which packets to other hosts are sealed.
+    /// The packets to other hosts that are sealed.
     pub fn sealed(&self) -> Sealed {
         self.tunnel.as_ref().map(|t| t.sealed()).unwrap_or_default()
     }
 
-    /// Tells the tunnel which secrets the group has, if it has any. True if there is a tunnel.
+    /// Sets the group's secrets in the tunnel. True if there is a tunnel.
     pub fn set_secrets(&self, secrets: GroupSecrets) -> bool {
         self.tunnel.as_ref().map(|t| t.set_secrets(secrets)).is_some()
     }
 
-    /// The state of the group's secrets.
+    /// State of the group's secrets.
     pub fn seal_info(&self) -> SealInfo {
         self.tunnel.as_ref().map(|t| t.seal_info()).unwrap_or_default()
     }
 
-    /// Tells where the members of a group and of those that are joined with it are, which hosts have said their numbers, and what the rules are.
+    /// Sets the rules, the places of the group's members and of joined groups' members, and the hosts that agree about
+    /// the groups' numbers.
     pub fn set_plan(&self, group: u32, plan: Plan) {
         let Plan { members, agreed, joined, rules, .. } = plan;
         let ruled = !(rules.is_empty() && joined.is_empty());
@@ -377,7 +382,7 @@ impl Switch {
         }
     }
 
-    /// Tells what is other than that.
+    /// Applies changes to the plan.
     pub fn change_plan(&self, group: u32, changes: &Changes) {
         let filter = lock(&self.filters).get(&group).cloned();
         if filter.as_ref().map_or(changes.rules.is_some(), |f| f.is_concerned(changes)) {
@@ -392,7 +397,7 @@ impl Switch {
     }
 }
 
-/// True if a frame of which so many copies were made is for nobody else.
+/// True if a frame, of which `copies` copies were made, has no further destinations.
 fn is_for_one(frame: &[u8], copies: usize) -> bool {
     frame[0] & 1 == 0 && copies > 0
 }
@@ -418,7 +423,7 @@ mod tests {
         (ours, guard)
     }
 
-    /// An ARP answer to all: `sender` is at the guard's MAC.
+    /// A broadcast ARP answer: `sender` is at the guard's MAC.
     fn answer(guard: &Guard, sender: u8) -> Vec<u8> {
         let mac = guard.mac().0;
         [&[0xff; 6][..], &mac, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2], &mac, &[10, 0, 0, sender], &[0; 10]].concat()
@@ -446,7 +451,7 @@ mod tests {
         None
     }
 
-    /// A frame to all costs as many copies as there are members, so a port's turn has few of them.
+    /// A broadcast frame costs one copy for each member, so a port's turn has fewer of them.
     #[test]
     fn a_turn_has_fewer_frames_if_they_go_to_all() {
         let (engine, s) = without_thread();
@@ -492,10 +497,10 @@ mod tests {
         let send = |frame: &[u8]| assert_eq!(rustix::io::write(&evil, frame), Ok(frame.len()));
         send(&stolen);
         send(&own);
-        // Frames keep their order, so the first one is gone.
+        // Frames keep their order, so the first one was dropped.
         assert_eq!(next(&a), Some(own));
         assert_eq!(guard.drops().neighbour, 1);
-        // A peer host claims no address of an interface here.
+        // A frame from a peer host may not claim an address of an interface here.
         assert!(s.claims_ours(0, &answer(&guard, 2)) && !s.claims_ours(1, &answer(&guard, 2)));
         let elsewhere = Guard::new(Mac([2, 0, 10, 0, 0, 9]), &[], false);
         assert!(s.claims_ours(0, &answer(&elsewhere, 2)) && !s.claims_ours(0, &answer(&elsewhere, 9)));

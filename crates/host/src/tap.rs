@@ -1,5 +1,5 @@
-//! Where captured packets go: out of the RNIC, and to whoever asked for them. A thread of its own takes them, so that no poller spends
-//! its time on them.
+//! Delivery of captured packets from the RNIC to the client that has requested the capture. A separate thread does
+//! this, so that pollers do not spend time on it.
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
@@ -13,25 +13,26 @@ use unirdma_rnic::{Capture, Captured, VnicId};
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
 
-/// Least time between two looks for captured packets.
+/// Shortest interval at which captured packets are taken.
 const LOOK: Duration = Duration::from_millis(1);
-/// The thread rests so many times as long as it has worked, so that a capture of very many packets leaves the cores to others.
+/// The thread rests this many times as long as it has worked, so that a capture of very many packets leaves the cores
+/// to others.
 const REST: u32 = 2;
-/// Looks at the RNIC that somebody else has, before the thread waits for it.
+/// Attempts to take the RNIC without waiting, before the thread waits for it.
 const MOST_LOOKS: u32 = 8;
-/// How much the thread gives way to others: programs and pollers on its core have most of the time.
+/// Nice value of the thread: programs and pollers on its core get most of the time.
 const NICE: i32 = 10;
 
-/// Where captured packets go.
+/// Destination of captured packets.
 pub(crate) struct Sink {
-    /// The administration connection that asked.
+    /// The administration connection that has requested the capture.
     id: u64,
     to: OwnedFd,
     lost: u64,
 }
 
 impl Sink {
-    /// Sends packets to whoever asked for them, each as a pcap record.
+    /// Sends packets to the client, each as a pcap record.
     fn send(&mut self, captured: &Captured) {
         captured.records(|record| {
             // A reader that is too slow loses packets.
@@ -42,10 +43,10 @@ impl Sink {
 }
 
 impl Engine {
-    /// Sends what the RNIC captures to `to`, for administration connection `id`.
+    /// Starts a capture, whose packets are sent to `to`, for administration connection `id`.
     ///
     /// # Errors
-    /// Why it cannot: somebody else captures, or no thread can be started.
+    /// Another capture runs, or no thread can be started.
     pub fn start_capture(
         self: &Arc<Self>,
         id: u64,
@@ -71,7 +72,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the capture of administration connection `id`, if it has one; how many packets were lost.
+    /// Ends the capture of administration connection `id`, if it has one; returns the number of lost packets.
     pub fn stop_capture(&self, id: u64) -> Option<u64> {
         let mut ended = lock(&self.capture).take_if(|s| s.id == id)?;
         let mut rest = Captured::default();
@@ -84,13 +85,13 @@ impl Engine {
         Some(ended.lost + lost)
     }
 
-    /// Ends the capture, whoever has begun it.
+    /// Ends the capture of any connection.
     pub fn end_capture(&self) {
         let id = lock(&self.capture).as_ref().map(|s| s.id);
         id.and_then(|id| self.stop_capture(id));
     }
 
-    /// Takes captured packets off the RNIC again and again, until the capture of connection `id` ends.
+    /// Takes captured packets from the RNIC repeatedly, until the capture of connection `id` ends.
     fn hand_over_all(&self, id: u64) {
         let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICE);
         let (mut captured, mut looks) = (Captured::default(), 0);

@@ -1,4 +1,4 @@
-//! A timer that is waited for as a descriptor.
+//! A timer as a descriptor that can be polled.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,11 +8,11 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-/// See `timerfd_create(2)`. It is readable from the time that was set on.
+/// See `timerfd_create(2)`. It becomes readable at the time that was set.
 pub(crate) struct Timer(OwnedFd);
 
 impl Timer {
-    /// One that is not set.
+    /// A timer that is not set.
     ///
     /// # Errors
     /// The process has too many descriptors.
@@ -20,13 +20,13 @@ impl Timer {
         Ok(Timer(timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?))
     }
 
-    /// It fires after this time, and not at the one that was set before; `None`: never.
+    /// Sets the timer to fire after this time; `None`: never. An earlier setting is replaced.
     ///
     /// # Errors
-    /// The filter of system calls of this thread.
+    /// The thread's system call filter refuses the call.
     pub fn set(&self, after: Option<Duration>) -> io::Result<()> {
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // Zero would be never.
+        // A value of zero would disarm the timer.
         let value = after.map_or(zero, |t| t.max(Duration::from_nanos(1)).try_into().unwrap_or(zero));
         let set = Itimerspec { it_interval: zero, it_value: value };
         timerfd_settime(&self.0, TimerfdTimerFlags::empty(), &set)?;

@@ -1,9 +1,11 @@
-//! The containers' Ethernet across hosts: VXLAN (RFC 7348) over UDP 4789, one network identifier (VNI) for each group.
+//! Ethernet between containers on different hosts: VXLAN (RFC 7348) over UDP 4789, with one network identifier (VNI)
+//! for each group.
 //!
-//! Peers are those of the peers file and nobody else. A packet is dropped unless it comes from a peer's own port, for a group that
-//! this worker has, whose members that peer has too, and whose number that peer has announced ([`crate::network`]). A frame is dropped if
-//! it claims an address that lives elsewhere. With a secret of the group, packets are sealed ([`crate::seal`]), and the numbers need no
-//! announcement. Unknown and broadcast destinations go to every host of the group; what answers is learned.
+//! Only hosts in the peers file are peers. A packet is dropped unless it comes from a peer's own port and is for a
+//! group that this worker serves, that the peer has members of, and whose number the peer has announced
+//! ([`crate::network`]). A frame is dropped if it claims an address that lives elsewhere. If the group has a secret,
+//! packets are sealed ([`crate::seal`]), and numbers need no announcement. Frames to unknown and broadcast destinations
+//! go to every host of the group; the hosts of addresses that answer are learned.
 
 mod learned;
 
@@ -25,10 +27,10 @@ use crate::seal::{Around, Board, GroupSecrets, Handshakes, JoinedHosts, SealInfo
 use crate::timer::Timer;
 use learned::Learned;
 
-/// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less. With a secret of the group it is [`TAIL_BYTES`] more.
+/// Bytes that the tunnel adds to a frame over IPv6; 20 less over IPv4. With a secret of the group, [`TAIL_BYTES`] more.
 pub(crate) const TUNNEL_BYTES: u32 = 40 + 8 + (VXLAN_BYTES + ETH_BYTES) as u32;
 
-/// Where the members of one group are.
+/// The places of one group's members.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Members {
     pub name: String,
@@ -36,12 +38,12 @@ pub(crate) struct Members {
     pub hosts: BTreeSet<IpAddr>,
     /// The host of each virtual address.
     pub places: HashMap<IpAddr, IpAddr>,
-    /// The host of each Ethernet address of a vRNIC that is known.
+    /// The host of each known Ethernet address of a vRNIC.
     #[serde(with = "pairs")]
     pub macs: HashMap<[u8; 6], IpAddr>,
 }
 
-/// A table as a list, since names of JSON are text.
+/// Serializes a table as a list, since keys in JSON are text.
 mod pairs {
     use super::{HashMap, IpAddr};
     use serde::{Deserialize, Deserializer, Serializer};
@@ -61,7 +63,8 @@ impl Members {
         Members { name: name.into(), vni, ..Members::default() }
     }
 
-    /// A host has members of the group, and agrees or not about its number; `None`: it has none any more.
+    /// Records whether a host has members of the group and agrees about its number; `None`: the host has no members any
+    /// more.
     fn set_host(&mut self, agreed: &mut BTreeSet<IpAddr>, host: IpAddr, agrees: Option<bool>) {
         match agrees {
             Some(_) => self.hosts.insert(host),
@@ -74,37 +77,37 @@ impl Members {
     }
 }
 
-/// A group that rules join with another one, as that one knows it.
+/// A group that rules join with another one, as known to that other one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Joined {
     pub members: Members,
-    /// Hosts that have said that the group has this number there.
+    /// Hosts that have announced this number for the group.
     pub agreed: BTreeSet<IpAddr>,
 }
 
-/// What came through the tunnel. `source` is the number of the sender's group, if that is another one.
+/// A packet that has arrived through the tunnel. `source` is the number of the sender's group if that is another one.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Tunneled<'a> {
     /// A frame of a container's interface, for a group.
     Frame { group: u32, source: Option<u32>, frame: &'a [u8] },
     /// The IP packet of an RDMA datagram, from a host.
     Datagram { from: IpAddr, group: u32, source: Option<u32>, packet: &'a [u8] },
-    /// Nothing for a group.
+    /// Nothing to pass on.
     Nothing,
 }
 
-/// Packets of the tunnel that were dropped, by reason.
+/// Dropped packets of the tunnel, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TunnelDrops {
-    /// From a host or port that is no peer's.
+    /// From a host or port that does not belong to a peer.
     pub not_a_peer: u64,
-    /// For a group that this host does not have, or its sender's host does not.
+    /// For a group that this host or the sender's host does not have.
     pub no_group: u64,
-    /// With a number that its sender's host has not announced as this group's.
+    /// With a number that the sender's host has not announced for this group.
     pub not_agreed: u64,
     /// With an Ethernet, ARP or neighbour discovery address that lives elsewhere.
     pub address: u64,
-    /// Too short, or no VXLAN.
+    /// Too short, or not VXLAN.
     pub malformed: u64,
 }
 
@@ -119,22 +122,22 @@ impl std::ops::AddAssign for TunnelDrops {
     }
 }
 
-/// What there is to know of the tunnel.
+/// State of the tunnel.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TunnelInfo {
-    /// What was dropped.
+    /// Counters of dropped packets.
     pub drops: TunnelDrops,
-    /// Where a peer has other numbers for groups than this host.
+    /// Disagreements with peers about the numbers of groups.
     pub disagreements: Vec<Disagreement>,
-    /// Peers that have not announced their groups: nothing that they send by the tunnel passes.
+    /// Peers that have not announced their groups: none of their packets are accepted by the tunnel.
     pub silent: Vec<IpAddr>,
 }
 
-/// A group whose frames come through the tunnel.
+/// A group that uses the tunnel.
 struct Known {
     members: Members,
-    /// Hosts that have said that the group has this number there.
+    /// Hosts that have announced this number for the group.
     agreed: BTreeSet<IpAddr>,
     /// By number.
     joined: HashMap<u32, Joined>,
@@ -146,23 +149,23 @@ struct State {
     learned: Learned,
     drops: TunnelDrops,
     handshakes: Handshakes,
-    /// Where a packet is made that is to be sent.
+    /// Buffer for an outgoing packet.
     packet: Vec<u8>,
 }
 
 /// The tunnel's sockets and what it knows of its peers.
 pub(crate) struct Tunnel {
     sockets: Vec<(IpAddr, Arc<UdpSocket>)>,
-    /// Readable when [`Tunnel::on_timer`] is to be called.
+    /// Readable when [`Tunnel::on_timer`] has to be called.
     timer: Timer,
     state: Mutex<State>,
 }
 
 impl Tunnel {
-    /// A tunnel by these sockets, each of which has port 4789 of an address. What it finds out about sessions is put on the board.
+    /// A tunnel with these sockets, each on port 4789 of an address. Sessions are posted on the board.
     ///
     /// # Errors
-    /// Those of timers.
+    /// Errors of timers.
     pub fn new(sockets: Vec<(IpAddr, Arc<UdpSocket>)>, board: Arc<Board>) -> io::Result<Self> {
         let timer = Timer::new()?;
         let own = sockets.iter().map(|s| s.0).collect();
@@ -177,12 +180,12 @@ impl Tunnel {
         Ok(Tunnel { sockets, timer, state: Mutex::new(state) })
     }
 
-    /// What becomes readable when [`Tunnel::on_timer`] is to be called.
+    /// A descriptor that becomes readable when [`Tunnel::on_timer`] has to be called.
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
     }
 
-    /// Says again to peers what they did not answer.
+    /// Repeats messages that peers have not answered.
     pub fn on_timer(&self) {
         let mut s = lock(&self.state);
         s.handshakes.on_timer(|p, to| self.send_to(p, to));
@@ -193,25 +196,25 @@ impl Tunnel {
         let _ = self.timer.set(s.handshakes.timer().map(|at| Duration::from_nanos(at.saturating_sub(now_ns()))));
     }
 
-    /// From now on these are the group's secrets, if it has any.
+    /// Replaces the group's secrets.
     pub fn set_secrets(&self, secrets: GroupSecrets) {
         let mut s = lock(&self.state);
         s.handshakes.set_secrets(secrets, |p, to| self.send_to(p, to));
         self.arm(&s);
     }
 
-    /// Which packets to other hosts are sealed.
+    /// The packets to other hosts that are sealed.
     pub fn sealed(&self) -> Sealed {
         let s = lock(&self.state);
         Sealed { tail: TAIL_BYTES, all: s.handshakes.seals(None), across: s.handshakes.sealed_groups() }
     }
 
-    /// The state of the group's secrets.
+    /// State of the group's secrets.
     pub fn seal_info(&self) -> SealInfo {
         lock(&self.state).handshakes.info()
     }
 
-    /// The sockets, in the order of the numbers that [`Tunnel::receive`] takes.
+    /// The sockets. Their positions are the numbers that [`Tunnel::receive`] takes.
     pub fn sockets(&self) -> impl Iterator<Item = &UdpSocket> {
         self.sockets.iter().map(|s| &*s.1)
     }
@@ -223,8 +226,9 @@ impl Tunnel {
         }
     }
 
-    /// Replaces what is known of a group: where its members are, and which hosts have said that it has the same number there, and the
-    /// same of groups that are joined with it. Without members on other hosts and such groups the group has no part in the tunnel.
+    /// Replaces the data about a group: the places of its members, the hosts that have announced the same number, and
+    /// the same data for joined groups. A group without members on other hosts and without joined groups is removed
+    /// from the tunnel.
     pub fn set_plan(&self, group: u32, members: Members, agreed: BTreeSet<IpAddr>, joined: Vec<Joined>) {
         let mut s = lock(&self.state);
         if s.groups.get(&group).is_none_or(|g| g.members != members) {
@@ -241,7 +245,7 @@ impl Tunnel {
         self.arm(&s);
     }
 
-    /// Changes what is known of a group.
+    /// Applies changes to the data about a group.
     pub fn change_plan(&self, group: u32, changes: &Changes) {
         let mut s = lock(&self.state);
         let State { groups, by_vni, learned, .. } = &mut *s;
@@ -291,7 +295,7 @@ impl Tunnel {
         }
     }
 
-    /// What was dropped.
+    /// Counters of dropped packets.
     pub fn drops(&self) -> TunnelDrops {
         lock(&self.state).drops
     }
@@ -301,7 +305,7 @@ impl Tunnel {
         lock(&self.state).drops.address += 1;
     }
 
-    /// Sends a frame of a local vRNIC to the hosts of its group.
+    /// Sends a frame of a local vRNIC to other hosts of its group.
     pub fn send(&self, group: u32, frame: &[u8]) {
         let mut s = lock(&self.state);
         let State { groups, learned, handshakes, packet, .. } = &mut *s;
@@ -313,7 +317,7 @@ impl Tunnel {
         packet.extend_from_slice(frame);
         let mut send = |host: IpAddr| {
             if handshakes.seals(None) {
-                // For each host another one.
+                // Each host gets the packet with a different seal.
                 packet.truncate(VXLAN_BYTES);
                 packet.extend_from_slice(frame);
                 packet.resize(VXLAN_BYTES + frame.len() + TAIL_BYTES, 0);
@@ -329,7 +333,7 @@ impl Tunnel {
         }
     }
 
-    /// Sends a frame of a local vRNIC to the host of an address of another group, if the address is one that the group reaches.
+    /// Sends a frame of a local vRNIC to the host of an address in another group, if the group reaches that address.
     pub fn send_across(&self, group: u32, to: IpAddr, frame: &[u8]) {
         let mut s = lock(&self.state);
         let State { groups, handshakes, packet, .. } = &mut *s;
@@ -349,7 +353,7 @@ impl Tunnel {
         self.send_to(packet, host);
     }
 
-    /// Takes one packet off a socket, its frame in `buffer`; `None` if none waits.
+    /// Takes one packet from a socket, using `buffer`; `None` if none waits.
     pub fn receive<'a>(&self, socket: usize, buffer: &'a mut [u8]) -> Option<Tunneled<'a>> {
         let (to, socket) = self.sockets.get(socket)?;
         let (n, from) = socket.recv_from(buffer).ok()?;
@@ -367,7 +371,7 @@ impl Tunnel {
     }
 }
 
-/// The group and its joined ones, as sessions are about them.
+/// The group and its joined groups, in the form that [`Handshakes`] takes.
 fn around(members: &Members, joined: &HashMap<u32, Joined>) -> Around {
     let hosts_of = |j: &Joined| JoinedHosts { name: j.members.name.clone(), hosts: j.members.hosts.clone() };
     Around {
@@ -378,16 +382,17 @@ fn around(members: &Members, joined: &HashMap<u32, Joined>) -> Around {
     }
 }
 
-/// Of a message of the handshake the number of its sender's group, if that is another one. `None` for other packets.
+/// If a packet is a message of the handshake, `Some` with the number of its sender's group if that is another one.
+/// `None` for other packets.
 fn hello_of(packet: &[u8]) -> Option<Option<u32>> {
     let head = packet.first_chunk::<VXLAN_BYTES>().filter(|h| h[kind::AT] == kind::HELLO)?;
     Some(vxlan_source(head))
 }
 
-/// Why a packet is dropped: which count it is in. `None`: it was counted already.
+/// The counter of a dropped packet; `None` if the packet was counted already.
 type Why = Option<fn(&mut TunnelDrops) -> &mut u64>;
 
-/// Finds out whose a packet is that came to an address of this host.
+/// Checks a packet that has arrived at an address of this host, and finds its group.
 fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -> Result<Tunneled<'a>, Why> {
     // Any user of a peer host can bind another port.
     if from.port() != VXLAN_PORT {
@@ -402,7 +407,7 @@ fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -
     let State { groups, by_vni, learned, handshakes, .. } = s;
     let of = by_vni.get(&vni).and_then(|g| Some((*g, groups.get(g)?)));
     let (group, known) = of.ok_or(NO_GROUP)?;
-    // Whoever is of another group is known by what is known of that.
+    // If the sender is in another group, the data about that group applies.
     let source = vxlan_source(head);
     let (members, agreed) = match source {
         None => (&known.members, &known.agreed),
@@ -411,7 +416,7 @@ fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -
     if !members.hosts.contains(&from) {
         return Err(NO_GROUP);
     }
-    // What a host can open was sealed for this number and this name, so nobody has to announce them.
+    // A packet that can be opened was sealed for this number and name, so the host need not announce them.
     let packet = if handshakes.seals(source) {
         &*handshakes.open((from, source), to, packet).ok_or(None)?
     } else if head[kind::AT] != 0 {
@@ -429,7 +434,8 @@ fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -
     let mut src = [0; 6];
     src.copy_from_slice(&frame[6..12]);
     if source.is_some() {
-        // No routers here: what comes from another group comes from an address of it, at the host that has it.
+        // There are no routers between groups: a packet from another group must have a source address of that group,
+        // and come from the host of that address.
         let heading = Heading::read(frame).and_then(|h| h.from);
         let at_home = heading.is_some_and(|a| members.places.get(&a) == Some(&from));
         return if at_home { Ok(Tunneled::Frame { group, source, frame }) } else { Err(Some(|d| &mut d.address)) };
@@ -445,8 +451,8 @@ const MALFORMED: Why = Some(|d| &mut d.malformed);
 const NO_GROUP: Why = Some(|d| &mut d.no_group);
 
 impl Members {
-    /// True if a frame that came from a host claims an address that is at another one. An IP packet may come from where its source
-    /// address is not: a router may have sent it on.
+    /// True if a frame from a host claims an address that is at another host. The source address of an IP packet is not
+    /// checked, since a router may have forwarded the packet.
     fn is_elsewhere(&self, src: [u8; 6], frame: &[u8], from: IpAddr) -> bool {
         let elsewhere = |a: IpAddr| self.places.get(&a).is_some_and(|&host| host != from);
         let stolen = self.macs.get(&src).is_some_and(|&host| host != from);

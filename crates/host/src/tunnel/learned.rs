@@ -1,15 +1,15 @@
-//! Which host an Ethernet address of a group was seen at. Bounded for each host, so that none fills the table, and an address
-//! stays at its host while that uses it.
+//! Learned places of Ethernet addresses: the host at which each address of a group was seen. The number is limited for
+//! each host, so that no host fills the table. An address stays at its host while the host uses it.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// Most addresses of one host. Frames to further ones go to all hosts of their group.
+/// Most learned addresses of one host. Frames to further addresses go to all hosts of their group.
 const MAX_OF_HOST: u32 = 4096;
-/// An address that was not seen for this long may turn up at another host, and is forgotten when its host has too many.
+/// An address that was not seen for this time may move to another host, and is forgotten when its host has too many.
 const STALE: Duration = Duration::from_secs(60);
-/// Least time between two looks for stale addresses.
+/// Shortest interval between two searches for stale addresses.
 const LOOK: Duration = Duration::from_secs(10);
 
 struct Place {
@@ -30,12 +30,12 @@ impl Learned {
         *self = Learned::default();
     }
 
-    /// The host of an address.
+    /// The host of an address, if it is known.
     pub fn host(&self, group: u32, mac: [u8; 6]) -> Option<IpAddr> {
         Some(self.places.get(&(group, mac))?.host)
     }
 
-    /// Notes that a host has used an address; false if the address is at another host.
+    /// Records that a host has used an address; false if the address is at another host.
     pub fn note(&mut self, group: u32, mac: [u8; 6], host: IpAddr, now: Instant) -> bool {
         if let Some(p) = self.places.get_mut(&(group, mac)) {
             let moved = p.host != host;
@@ -111,7 +111,7 @@ mod tests {
         assert_eq!((l.places.len(), l.of_host[&a]), (MAX_OF_HOST as usize, MAX_OF_HOST));
         assert!(l.note(0, mac(1 << 20), b, start));
         assert_eq!(l.host(0, mac(1 << 20)), Some(b));
-        // Later the stale ones make room.
+        // Later, stale addresses make room.
         let last = mac(3 * MAX_OF_HOST);
         assert!(l.note(0, last, a, start + STALE));
         assert_eq!((l.host(0, last), l.places.len()), (Some(a), 1));
