@@ -202,7 +202,7 @@ wire! {
     }
     /// A new MR.
     MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
-    /// Re-registration: MR `mrn` takes over the memory and access of `by` and keeps its own keys. `by` is destroyed.
+    /// Re-registration: MR `mrn` gets the range, PD and access of MR `by` and keeps its own keys. `by` is destroyed.
     ReregMrReq = 8 { mrn: u32, by: u32 }
     /// A memory window of type 1 or 2.
     AllocMwReq = 8 { pdn: u32, mw_type: u32 }
