@@ -1,5 +1,6 @@
-//! What is looked at before a call is served, whatever its interface: who calls, by the head of the request; then its body, within a limit, a
-//! time, and what the caller may have under way. So a call that is not admitted costs its head, and no body stays in memory unfinished.
+//! Checks before a call is served, for both interfaces. The head of the request tells who calls. Then the body is read
+//! within a length limit, a time limit, and the caller's limit of bytes under way. A call that is not admitted costs no
+//! more than its head, and no unfinished body stays in memory.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use crate::shared::Shared;
 use crate::shares::{Limit, Limits, Party, Share, Shares};
 use crate::weight;
 
-/// Longest message of a call that lists objects, and of all other calls.
+/// Longest body of `apply` and `delete`, and of all other calls with a token.
 pub(crate) const MAX_BODY: usize = 16 << 20;
 const SMALL_BODY: usize = 256 << 10;
 /// Longest message of a host, and of another centre.
@@ -39,15 +40,16 @@ const FRAME: usize = 5;
 /// Longest name of a host.
 const MAX_NAME: usize = 64;
 
-/// The most that a message may take once it is read: see [`weight`].
+/// The most memory that a message may take once it is decoded, bytes: see [`weight`].
 const MAX_WEIGHT: usize = 64 << 20;
 
-/// How long a body may take.
+/// Time limit for reading a body.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long the rest of a body is read, and dropped, after its call was refused. A client of HTTP/1.1 reads no answer before it has sent all.
+/// How long the rest of a refused call's body is read and dropped. An HTTP/1.1 client reads no answer before it has
+/// sent everything.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// What calls have under way.
+/// Calls in progress, and the bytes of their requests and answers, charged to the callers.
 pub(crate) struct UnderWay {
     calls: Arc<Shares>,
     bytes: Arc<Shares>,
@@ -77,38 +79,38 @@ impl UnderWay {
         }
     }
 
-    /// Counts a call.
+    /// Charges the party one call.
     fn call(&self, party: &Party) -> Result<Share, Refusal> {
         self.calls.take(party, 1).map_err(|full| self.calls.refusal(party, full))
     }
 
-    /// What bytes are charged to. None are yet.
+    /// An account for bytes of the party, with no bytes charged yet.
     fn bytes(&self, party: &Party) -> Result<Share, Refusal> {
         self.bytes.take(party, 0).map_err(|full| self.bytes.refusal(party, full))
     }
 }
 
-/// By what a caller shows who it is.
+/// How a caller must authenticate itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pass {
-    /// By nothing. What it shows may be in the body.
+    /// Not at all. Credentials may be in the body.
     None,
     Token,
     Host,
     Centre,
 }
 
-/// What is known of a call by its address: who may call, and how long its body may be.
+/// Properties of a call that follow from its address: required authentication, and the longest body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Kind {
     pass: Pass,
-    /// `None`: it is a stream of messages, which is read as it comes.
+    /// Longest body, bytes. `None`: the body is a stream of messages, each of which is read as it comes.
     most: Option<usize>,
     grpc: bool,
 }
 
 impl Kind {
-    /// That of an address. Calls that are not named here take a token and a small body.
+    /// The kind of the call at an address. Calls that are not named here take a token and a small body.
     fn of(path: &str) -> Kind {
         if let Some(call) = path.strip_prefix("/unirdma.fleet.v1.") {
             let (pass, most) = match call {
@@ -121,7 +123,7 @@ impl Kind {
             return Kind { pass, most: most.map(|n| n + FRAME), grpc: true };
         }
         let (pass, most) = match path.strip_prefix("/api/v1/") {
-            // The page, and the document that says what the calls are.
+            // The web page, and the OpenAPI document.
             None | Some("openapi.json") => (Pass::None, 0),
             Some("apply" | "delete") => (Pass::Token, MAX_BODY),
             Some(_) => (Pass::Token, SMALL_BODY),
@@ -147,7 +149,7 @@ impl From<Refusal> for Stop {
 }
 
 impl Stop {
-    /// What a caller is told, by HTTP and by gRPC.
+    /// The answer to the caller, for HTTP and for gRPC.
     fn said(self) -> (StatusCode, Status) {
         let (http, code, line) = match self {
             Stop::Refused(e) => return (http::status(&e), grpc::status(&e)),
@@ -170,7 +172,7 @@ impl Stop {
     }
 }
 
-/// Admits a call, and has it served.
+/// Middleware: admits a call and passes it on to its handler.
 pub(crate) async fn admit(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
     let kind = Kind::of(request.uri().path());
     let admitted = admitted(&shared, kind, request, next).await;
@@ -194,12 +196,12 @@ async fn admitted(shared: &Shared, kind: Kind, request: Request, next: Next) -> 
             let (call, held) = (parts.uri.path().into(), shared.under_way.bytes(&party)?);
             Body::new(Messages { call, body, held, coming: BytesMut::new() })
         }
-        // Of a page or a document: whatever comes with the question is not read.
+        // The page and the document take no body, so a body is not read.
         Some(0) => Body::empty(),
         Some(most) => {
             let mut bytes = whole(&parts, body, most, &mut held, PATIENCE).await?;
             if kind.grpc {
-                // Messages behind the one that the call is would be read, too, and dropped.
+                // Cuts off messages behind the first one. They would be decoded and dropped.
                 let end = FRAME + message_of(&bytes).len();
                 bytes.truncate(end);
             }
@@ -216,7 +218,7 @@ async fn admitted(shared: &Shared, kind: Kind, request: Request, next: Next) -> 
     Ok(response.map(|body| Body::new(Answer { body, held, _call: call })))
 }
 
-/// Looks at the head of a call: who calls, with what it has under way from now on.
+/// Authenticates the caller by the request's head and charges it one call.
 fn begin(shared: &Shared, kind: Kind, parts: &Parts) -> Result<(Party, Share, Share), Refusal> {
     let guest =
         parts.extensions.get::<Arc<Guest>>().ok_or_else(|| Refusal::denied("the call came by no connection"))?;
@@ -245,7 +247,7 @@ fn begin(shared: &Shared, kind: Kind, parts: &Parts) -> Result<(Party, Share, Sh
             return Err(Refusal::denied("only another centre of the fleet, by its certificate, may call this"));
         }
     };
-    // What `Shared::actor` refuses it has counted.
+    // `Shared::actor` counts its refusals itself.
     let counted = |e: &Refusal| shared.metrics.refused(e);
     if kind.pass != Pass::None {
         guest.is_of(&party).inspect_err(counted)?;
@@ -254,7 +256,7 @@ fn begin(shared: &Shared, kind: Kind, parts: &Parts) -> Result<(Party, Share, Sh
     Ok((party.clone(), call, shared.under_way.bytes(&party)?))
 }
 
-/// Reads a body, which is charged as it comes.
+/// Reads a whole body, and charges each part when it arrives.
 async fn whole(
     parts: &Parts,
     mut body: Body,
@@ -288,19 +290,19 @@ fn linger(parts: &Parts, mut body: Body) {
     }
 }
 
-/// The message of a body of gRPC, as far as it is there.
+/// The first message of a gRPC body; cut short if the body is incomplete.
 fn message_of(body: &[u8]) -> &[u8] {
     let message = body.get(FRAME..).unwrap_or_default();
     &message[..length_of(body).unwrap_or_default().min(message.len())]
 }
 
-/// How long the next message is, if that has come.
+/// Length of the next message; `None` if its frame header is incomplete.
 fn length_of(coming: &[u8]) -> Option<usize> {
     let [_, length @ ..] = coming.first_chunk::<FRAME>()?;
     usize::try_from(u32::from_be_bytes(*length)).ok()
 }
 
-/// Charges a body with what its message takes once it is read.
+/// Charges a body for its own length and the memory that its message takes once it is decoded.
 fn weigh(held: &mut Share, length: usize, weight: usize) -> Result<(), Stop> {
     if weight > MAX_WEIGHT {
         return Err(Stop::TooMuch);
@@ -308,7 +310,7 @@ fn weigh(held: &mut Share, length: usize, weight: usize) -> Result<(), Stop> {
     Ok(held.hold(length + weight)?)
 }
 
-/// A stream of messages, which are passed on one by one, as they are whole.
+/// A stream of messages. Each is passed on as soon as it is complete.
 struct Messages {
     call: String,
     body: Body,
@@ -317,7 +319,7 @@ struct Messages {
 }
 
 impl Messages {
-    /// The next message, if it has come.
+    /// The next message; `None` if it is incomplete.
     fn next(&mut self) -> Result<Option<Bytes>, Stop> {
         let Some(length) = length_of(&self.coming) else { return Ok(None) };
         if length > MAX_HOST_MESSAGE {
@@ -341,7 +343,7 @@ impl HttpBody for Messages {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
-        // The message before was taken, if the next one is asked for.
+        // The reader asks for the next message only when it has taken the one before, so that one is no longer charged.
         let mut left = self.coming.len();
         loop {
             self.held.hold(left).map_err(|e| grpc::status(&e))?;
@@ -350,7 +352,7 @@ impl HttpBody for Messages {
             }
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(frame) => _ = frame?.into_data().map(|data| self.coming.extend_from_slice(&data)),
-                // Whoever reads finds that it is no whole message.
+                // An incomplete message at the end is passed on: the decoder reports the error.
                 None if left > 0 => return Poll::Ready(Some(Ok(Frame::data(self.coming.split().freeze())))),
                 None => return Poll::Ready(None),
             }
@@ -359,7 +361,7 @@ impl HttpBody for Messages {
     }
 }
 
-/// An answer, of which the part is charged that the caller has not taken yet.
+/// An answer. The part that the caller has not taken yet is charged.
 struct Answer {
     body: Body,
     held: Share,
@@ -376,7 +378,8 @@ impl HttpBody for Answer {
     ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let Some(frame) = ready!(Pin::new(&mut self.body).poll_frame(cx)) else { return Poll::Ready(None) };
         let frame = frame?;
-        // The next part is asked for when this one was taken. How long a part may be depends on the fleet, not on who reads it.
+        // The next part is requested when the caller has taken this one. The length of a part depends on the fleet, not
+        // on the reader, so at most `MAX_BODY` of it is charged.
         let part = frame.data_ref().map_or(0, Bytes::len).min(MAX_BODY);
         self.held.hold(part).map_err(|e| grpc::status(&e))?;
         Poll::Ready(Some(Ok(frame)))

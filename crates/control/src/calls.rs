@@ -1,4 +1,4 @@
-//! Changes: each is made here if this centre allocates, and asked of the centre that does if another one allocates.
+//! Changes. This centre makes them if it allocates; otherwise it passes them on to the centre that allocates.
 
 use tonic::metadata::{AsciiMetadataValue, MetadataMap};
 use tonic::transport::Channel;
@@ -10,11 +10,12 @@ use unirdma_fleet::{Actor, Desk, Outcome, Refusal, v1};
 
 use crate::shared::{Shared, now_ms};
 
-/// Says of a call that another centre passes it on.
+/// Metadata key of a call that another centre passes on.
 pub(crate) const PASSED_ON: &str = "unirdma-passed-on";
-/// Says of an answer at which revision the state was then.
+/// Metadata key of an answer: the revision of the state at that time.
 pub(crate) const REVISION: &str = "unirdma-revision";
-/// Says of a refusal that a centre, and not the way to it, has refused; `elsewhere`: that centre does not allocate.
+/// Metadata key of a refusal by a centre, as opposed to a transport error. The value `elsewhere` means that this centre
+/// does not allocate.
 pub(crate) const REFUSED: &str = "unirdma-refused";
 
 /// A change that somebody asks for.
@@ -22,27 +23,28 @@ pub(crate) const REFUSED: &str = "unirdma-refused";
 pub(crate) trait Call: Clone + Send + Sync + 'static {
     type Answer: Send + 'static;
 
-    /// True if it does no harm a second time, because it says what is to be.
+    /// True if a repeated call does no harm, because it describes the desired state.
     fn may_repeat(&self) -> bool;
 
-    /// Who waits for its turn; `None`: an administrator, or the centre itself. Who has no token for the call does not wait.
+    /// The queue in which the call waits for its turn: the name of a token or host. `None` for an administrator and for
+    /// the centre itself. A caller without a valid token gets a refusal at once.
     fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal>;
 
-    /// Makes it.
+    /// Executes the call at this centre's desk.
     fn make(self, shared: &Shared, desk: &mut Desk, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
 
-    /// Asks another centre for it.
+    /// Sends the call to the centre that allocates.
     async fn pass_on(self, channel: Channel) -> Result<Response<Self::Answer>, Status>;
 }
 
-/// A request that another centre passes on.
+/// A request marked as passed on by another centre.
 fn passed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
     request.metadata_mut().insert(PASSED_ON, AsciiMetadataValue::from_static("1"));
     request
 }
 
-/// The revision that an answer names.
+/// The revision in the metadata of an answer.
 pub(crate) fn revision_of(metadata: &MetadataMap) -> u64 {
     metadata.get(REVISION).and_then(|v| v.to_str().ok()?.parse().ok()).unwrap_or(0)
 }
@@ -54,7 +56,7 @@ pub(crate) struct ByToken<R> {
     pub request: R,
 }
 
-/// What somebody with a token may ask for.
+/// A request that needs a token.
 #[tonic::async_trait]
 pub(crate) trait Wish: Clone + Send + Sync + 'static {
     type Answer: Send + 'static;
@@ -91,7 +93,7 @@ impl<R: Wish> Call for ByToken<R> {
     }
 }
 
-/// A wish: its request, its answer, the call of gRPC, whether it may be repeated, and how it is made.
+/// Implements `Wish` for: request, answer, gRPC method, whether it may be repeated, and the function that makes it.
 macro_rules! wishes {
     ($($request:ident $answer:ident $call:ident $repeat:expr, $make:expr;)*) => { $(
         #[tonic::async_trait]
@@ -136,13 +138,13 @@ fn create_token(
     let mut made = desk.create_token(who, r.token.unwrap_or_default(), random, shared, now)?;
     let joins = made.answer.token.as_ref().is_some_and(|t| t.role() == v1::Role::Join);
     if let Some(authority) = shared.authority.as_ref().filter(|_| joins) {
-        // A host that joins has nothing else by which it would know the centre.
+        // The pin lets the joining host authenticate the centre.
         made.answer.secret = format!("{}.{}", made.answer.secret, authority.pin());
     }
     Ok(made)
 }
 
-/// A join token is `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
+/// Strips the pin from a join token: `ID.SECRET` or `ID.SECRET.PIN`. Only the host uses the pin.
 fn secret_of(token: &str) -> &str {
     match token.rsplit_once('.') {
         Some((secret, _)) if secret.contains('.') => secret,
@@ -153,7 +155,7 @@ fn secret_of(token: &str) -> &str {
 /// Refuses a host that may not join.
 ///
 /// # Errors
-/// It may not, or its token is not known.
+/// The token is unknown or does not let this host join, or the token or the host's name is too long.
 pub(crate) fn may_join(r: &v1::JoinRequest, shared: &Shared) -> Result<(), Refusal> {
     if r.token.len() > 256 || r.host.len() > 64 {
         return Err(Refusal::invalid("the token or the host's name is too long"));
@@ -175,7 +177,8 @@ impl Call for v1::JoinRequest {
     }
 
     fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
-        // The certificate is made first: a request that is none uses up no token. It is worth nothing unless the token is good.
+        // The certificate is made first, so that an invalid certificate request uses up no token. If the token is
+        // refused, the certificate is dropped.
         let answer = match &shared.authority {
             Some(a) => v1::JoinResponse { certificate: a.host(&self.host, &self.request)?, authority: a.pem().into() },
             None => v1::JoinResponse::default(),
@@ -215,7 +218,8 @@ impl Call for v1::HostHello {
 impl Call for v1::HostAsk {
     type Answer = v1::HostReply;
 
-    /// To put is to say what is to be. What was removed is gone, which the host knows when it asks again.
+    /// A `Put` describes the desired state, so it may be repeated. A removal may not: the second one is refused,
+    /// because the vRNIC is gone.
     fn may_repeat(&self) -> bool {
         self.ask.as_ref().is_some_and(|a| matches!(a.change, Some(v1::ask::Change::Put(_))))
     }

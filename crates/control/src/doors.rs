@@ -1,5 +1,5 @@
-//! Who has a connection. One that has shown neither certificate nor token is a stranger's, which lasts a short time, and is the first to go if
-//! there are too many.
+//! Limits of connections, for each kind of caller. A connection that has shown neither certificate nor token is a
+//! stranger's: it lasts a short time, and is the first to be closed when there are too many.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -16,9 +16,9 @@ use crate::shares::{Full, Limit, Limits, Party, Share, Shares};
 
 /// How long a stranger's connection lasts at most.
 const STRANGER: Duration = Duration::from_secs(30);
-/// How long a stranger has to say who it is before it makes room for another one.
+/// Time for which a stranger's connection cannot be closed in favour of a newer one.
 const GRACE: Duration = Duration::from_secs(3);
-/// Descriptors that are for other things than connections.
+/// Descriptors that are not for connections.
 const RESERVED: usize = 128;
 
 /// The connections of one listener.
@@ -36,18 +36,18 @@ struct Stranger {
     out: Arc<Notify>,
 }
 
-/// A connection, as each call that comes by it sees it.
+/// A connection, as its calls see it.
 pub(crate) struct Guest {
     doors: Arc<Doors>,
     number: u64,
     address: IpAddr,
-    /// Ends it.
+    /// Notified when the connection must end.
     out: Arc<Notify>,
-    /// Whose it is, once that is known.
+    /// The party that is charged for the connection, once it is known.
     known: OnceLock<Share>,
 }
 
-/// Raises the number of descriptors that this process may have as far as it may. Gives how many may be connections.
+/// Raises this process's limit of descriptors to its maximum. Returns how many of them connections may use.
 pub(crate) fn descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile);
     let highest = Rlimit { current: limit.maximum, maximum: limit.maximum };
@@ -56,7 +56,8 @@ pub(crate) fn descriptors() -> usize {
 }
 
 impl Doors {
-    /// Those of a centre that has so many descriptors for connections. Most are for hosts, which have one each.
+    /// The limits of a centre with this number of descriptors for connections. Most are for hosts, each of which has
+    /// one.
     pub fn of_centre(descriptors: usize) -> Arc<Doors> {
         let part = |n: usize| n.min(descriptors.saturating_mul(n) / 30_000).max(8);
         Doors::new(Limits {
@@ -68,7 +69,7 @@ impl Doors {
         })
     }
 
-    /// Those of a page that anybody reads.
+    /// The limits of a metrics page, which needs no authentication.
     pub fn of_metrics() -> Arc<Doors> {
         let none = Limit { all: 0, each: 0 };
         let strangers = Limit { all: 64, each: 8 };
@@ -84,8 +85,8 @@ impl Doors {
         self.strangers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a stranger in, for whom another one may have to go: the oldest one of its address, or of all, unless that one has just come.
-    /// `None`: there is no room.
+    /// Accepts a stranger's connection. If the limit is reached, the oldest stranger of this address, or of all
+    /// addresses, is closed, provided that it is older than [`GRACE`]. `None`: there is no room.
     pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<Arc<Guest>> {
         let party = Party::stranger(address);
         let mut strangers = self.strangers();
@@ -107,28 +108,28 @@ impl Doors {
 }
 
 impl Guest {
-    /// Who is charged for a call that needs neither certificate nor token.
+    /// The party that is charged for a call without certificate and token.
     pub fn stranger(&self) -> Party {
         Party::stranger(self.address)
     }
 
-    /// Whose connection it is. The first party that shows so is charged for it.
+    /// Assigns the connection to the first party that authenticates itself, which is charged for it.
     ///
     /// # Errors
-    /// That party has too many.
+    /// The party has too many connections.
     pub fn is_of(&self, party: &Party) -> Result<(), Refusal> {
         if self.known.get().is_some() {
             return Ok(());
         }
         let connections = &self.doors.connections;
         let share = connections.take(party, 1).map_err(|full| connections.refusal(party, full))?;
-        // Of two calls at a time one is the first.
+        // Of two concurrent calls, the first one sets the party.
         let _ = self.known.set(share);
         self.doors.strangers().remove(&self.number);
         Ok(())
     }
 
-    /// Comes back when the connection must end.
+    /// Returns when the connection must end.
     pub async fn must_go(&self) {
         tokio::select! {
             () = self.out.notified() => return,

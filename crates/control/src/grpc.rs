@@ -22,7 +22,7 @@ use crate::{host, http, others, watch};
 #[derive(Clone)]
 pub(crate) struct Services(pub Arc<Shared>);
 
-/// The code of gRPC for each kind of refusal. Any other one means that nothing can be changed for the moment.
+/// The gRPC code for each kind of refusal. Any other code means that the change is impossible at present.
 const CODES: [(RefusalKind, Code); 7] = [
     (RefusalKind::Invalid, Code::InvalidArgument),
     (RefusalKind::NotFound, Code::NotFound),
@@ -33,7 +33,7 @@ const CODES: [(RefusalKind, Code); 7] = [
     (RefusalKind::Full, Code::ResourceExhausted),
 ];
 
-/// A refusal as gRPC says it.
+/// Converts a refusal to a gRPC status.
 pub(crate) fn status(e: &Refusal) -> Status {
     let code = CODES.iter().find(|(kind, _)| *kind == e.kind).map_or(Code::Unavailable, |(_, code)| *code);
     let mut status = Status::new(code, e.what.clone());
@@ -41,7 +41,7 @@ pub(crate) fn status(e: &Refusal) -> Status {
     status
 }
 
-/// The refusal that gRPC has said so.
+/// Converts a gRPC status to a refusal.
 pub(crate) fn refusal(status: &Status) -> Refusal {
     let of = CODES.iter().find(|(_, code)| *code == status.code());
     let kind = of.map_or(RefusalKind::Unavailable, |(kind, _)| *kind);
@@ -55,7 +55,7 @@ fn answer<T>(result: Result<T, Refusal>) -> Answer<T> {
 }
 
 impl Services {
-    /// A change, and the revision at which the state is then.
+    /// Makes a change. The answer carries the revision of the state afterwards.
     async fn change<C: Call>(&self, call: C, passed_on: bool) -> Answer<C::Answer> {
         let mut answer = Response::new(self.0.run(call, passed_on).await?);
         let revision = self.0.centre().revision().to_string();
@@ -65,7 +65,7 @@ impl Services {
         Ok(answer)
     }
 
-    /// A change that somebody with a token asks for.
+    /// Makes a change that a caller with a token asks for.
     async fn wish<R: Wish>(&self, r: Request<R>) -> Answer<R::Answer> {
         let actor = self.actor(&r)?;
         let token = token(&r).unwrap_or_default().to_owned();
@@ -83,12 +83,12 @@ fn token<T>(request: &Request<T>) -> Option<&str> {
     http::token(request.metadata().as_ref())
 }
 
-/// Who calls: [`crate::admit`] has looked.
+/// The party that calls, as [`crate::admit`] found it.
 fn party<T>(request: &Request<T>) -> Option<&Party> {
     request.extensions().get::<Party>()
 }
 
-/// Refuses who is no centre.
+/// Refuses callers that are not centres.
 fn needs_centre<T>(request: &Request<T>) -> Result<(), Status> {
     match party(request) {
         Some(Party::Centre) => Ok(()),
@@ -161,7 +161,7 @@ impl Fleet for Services {
 impl Hosts for Services {
     async fn join(&self, r: Request<v1::JoinRequest>) -> Answer<v1::JoinResponse> {
         let passed_on = is_passed_on(&r);
-        // Anybody may call this: with a wrong token it costs a look at the state, and no turn of those who make changes.
+        // Anybody may call this. A wrong token costs a look at the state, and does not take a turn from other callers.
         let may = calls::may_join(r.get_ref(), &self.0);
         may.inspect_err(|e| self.0.metrics.refused(e)).map_err(|e| status(&e))?;
         self.change(r.into_inner(), passed_on).await

@@ -1,5 +1,6 @@
-//! The connection of one host. Nothing is queued for it but the few messages under way: what it lacks is asked of the centre when it can take
-//! more. One that takes nothing for [`PATIENCE`] is cut off, and gets what it lacks when it comes again.
+//! The connection of one host. Only the few messages under way are queued for it: its updates are computed from the
+//! state when it can take more. A host that reads nothing for [`PATIENCE`] is cut off, and gets its updates when it
+//! connects again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +12,14 @@ use unirdma_fleet::{Refusal, SILENCE_MS};
 
 use crate::shared::{Seat, Shared, now_ms};
 
-/// How long a host may take to say hello, and to read.
+/// Time limit for a host's hello, and for its reading of a message.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long its announcement may wait for a centre that allocates, before it is served without and tried again.
+/// How long the host's announcement may wait for a centre that allocates. After that the host is served without it, and
+/// the announcement is tried again.
 const ANNOUNCE: Duration = Duration::from_secs(3);
-/// How long the place of one that is told everything is kept for it.
+/// How long a host that is sent everything holds its permit.
 const HOLD: Duration = Duration::from_secs(1);
-/// How often it hears something.
+/// Interval of `Alive` messages to the host.
 const ALIVE: Duration = Duration::from_secs(2);
 
 type Sender = mpsc::Sender<Result<v1::ToHost, Status>>;
@@ -28,9 +30,9 @@ fn message(message: to_host::Message) -> Result<v1::ToHost, Status> {
 
 /// Why a connection ends.
 enum End {
-    /// The host is gone, or takes nothing.
+    /// The host is gone, or does not read.
     Gone,
-    /// The centre wants no more of it.
+    /// The centre ends the connection.
     Refused(Refusal),
 }
 
@@ -59,7 +61,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
     if let Ok(hello) = &first
         && !shared.is_abreast(hello).await
     {
-        // It asks again, here or elsewhere, and goes on with what it has.
+        // The host connects again, here or to another centre, and goes on with its present state.
         tracing::warn!("host {host} has heard more than this centre, which cannot hear of it now");
         return;
     }
@@ -100,8 +102,8 @@ impl Connection {
         to_host::Message::Alive(v1::Alive { revision: self.told.unwrap_or(0), clock_ms: now_ms() })
     }
 
-    /// Waits for something that may take long, and lets the host know meanwhile that the centre is there: one that believed it to be away would
-    /// come again, and be waited for once more.
+    /// Waits for a future that may take long, and sends `Alive` meanwhile. Otherwise the host would believe that the
+    /// centre is gone, connect again, and cause the same wait once more.
     async fn meanwhile<T>(&self, what: impl Future<Output = T>) -> Result<T, End> {
         let mut what = std::pin::pin!(what);
         loop {
@@ -112,9 +114,9 @@ impl Connection {
         }
     }
 
-    /// Tells the host what it lacks.
+    /// Sends the host the updates that it lacks.
     async fn tell(&mut self) -> Result<(), End> {
-        // Everything is long, so few are told everything at a time.
+        // A complete update is long, so the number of hosts that get one at the same time is limited.
         let all = self.shared.centre().lacks_all(&self.host, self.told);
         let room = self.shared.wholes.clone();
         let mut permit = match all {
@@ -122,7 +124,7 @@ impl Connection {
             false => None,
         };
         if !self.shared.has_seat(&self.host, &self.seat) {
-            // It has come anew while it waited.
+            // The host has connected again while this connection waited.
             return Err(End::Gone);
         }
         let until = tokio::time::Instant::now() + HOLD;
@@ -144,7 +146,7 @@ impl Connection {
             match tokio::time::timeout_at(until, &mut said).await {
                 Ok(done) => done?,
                 Err(_) => {
-                    // The others do not wait for one that reads slowly.
+                    // A host that reads slowly gives its permit back, so that others need not wait for it.
                     permit = None;
                     said.await?;
                 }
@@ -156,8 +158,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Makes the changes of a host's first message, if they could not be made before. A host that changes nothing is served from memory, also
-    /// while nothing can be changed.
+    /// Makes the changes of the host's first message, unless they are made already. A host that changes nothing is
+    /// served from memory, even while no change can be made.
     async fn announce(&mut self, hello: &mut Option<v1::HostHello>) -> Result<(), End> {
         let Some(announced) = hello.take() else { return Ok(()) };
         let (host, asked) = (self.host.clone(), announced.hello.clone().unwrap_or_default());
@@ -218,8 +220,8 @@ impl Connection {
                         return Err(Refusal::unavailable("the host said nothing for 60 s").into());
                     }
                     self.announce(&mut hello).await?;
-                    // By this the host knows that what it has holds for the newest revision, and is not told it again by a centre that is
-                    // started anew.
+                    // Tells the host that its state holds for the newest revision, so that a restarted centre does not
+                    // send the same again.
                     self.tell().await?;
                     self.say(self.alive()).await?;
                 }
@@ -239,7 +241,8 @@ impl Connection {
                     Ok(done) => done.reply.unwrap_or_default(),
                     Err(e) => v1::Reply { id, error: e.message().into(), vrnic: None },
                 };
-                // What follows of it comes first, so that the vRNIC is there when its maker hears so.
+                // The update is sent before the reply, so that the vRNIC exists when the program that asked for it gets
+                // the reply.
                 self.tell().await?;
                 self.say(to_host::Message::Reply(reply)).await?;
             }

@@ -1,5 +1,5 @@
-//! The calls as HTTP with JSON, in the form that proto3 defines. [`ROUTES`] says which call has which address; the OpenAPI document is made of
-//! it and of the .proto file.
+//! The calls as HTTP with JSON, in proto3's JSON mapping. [`ROUTES`] gives the address of each call; the OpenAPI
+//! document is generated from it and the .proto file.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -22,12 +22,12 @@ use crate::openapi;
 use crate::shared::{Shared, now_ms};
 use crate::watch;
 
-/// How often a reader of events that has nothing to hear hears that.
+/// Interval of comments on an event stream that has no events.
 const ALIVE: Duration = Duration::from_secs(5);
 
 type S = State<Arc<Shared>>;
 
-/// The status of HTTP for a refusal.
+/// The HTTP status for a refusal.
 pub(crate) fn status(e: &Refusal) -> StatusCode {
     match e.kind {
         RefusalKind::Invalid => StatusCode::BAD_REQUEST,
@@ -40,7 +40,7 @@ pub(crate) fn status(e: &Refusal) -> StatusCode {
     }
 }
 
-/// A refusal as HTTP says it.
+/// A refusal as an HTTP answer.
 struct Refused(Refusal);
 
 impl From<Refusal> for Refused {
@@ -55,7 +55,7 @@ impl IntoResponse for Refused {
     }
 }
 
-/// One line that says why nothing was done.
+/// An answer with one line that says why nothing was done.
 pub(crate) fn said(code: StatusCode, line: &str) -> Response {
     (code, json(&serde_json::json!({ "error": line }))).into_response()
 }
@@ -71,7 +71,7 @@ fn json(value: &impl Serialize) -> Response {
     }
 }
 
-/// The token that a call shows.
+/// The bearer token of a call.
 pub(crate) fn token(headers: &HeaderMap) -> Option<&str> {
     headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
 }
@@ -80,7 +80,7 @@ fn actor(shared: &Shared, headers: &HeaderMap) -> Result<Actor, Refused> {
     Ok(shared.actor(token(headers))?)
 }
 
-/// What the router refuses by itself is said as everything else is.
+/// Converts a refusal by the router itself to JSON, the form of all other refusals.
 async fn in_json(response: Response) -> Response {
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
@@ -93,14 +93,14 @@ async fn in_json(response: Response) -> Response {
     self::said(status, &Refusal::invalid(line).what)
 }
 
-/// Reads a body, which has come whole.
+/// Parses a body, which has been read whole.
 async fn body<M: DeserializeOwned>(body: Body) -> Result<M, Refused> {
     let bytes = axum::body::to_bytes(body, MAX_BODY).await.map_err(Refusal::invalid)?;
     serde_json::from_slice(&bytes)
         .map_err(|e| Refused(Refusal::invalid(format_args!("the body is not what it must be: {e}"))))
 }
 
-/// The calls: method and address, and the call of gRPC that it is.
+/// The routes: method, address, and the gRPC call that they stand for.
 pub(crate) const ROUTES: [(&str, &str, &str); 14] = [
     ("post", "/api/v1/apply", "Apply"),
     ("get", "/api/v1/objects", "Get"),
@@ -152,7 +152,7 @@ fn kind(word: &str) -> Result<i32, Refused> {
     }))
 }
 
-/// Reads a question's parameters as the message that they are.
+/// Parses the parameters of a query as a message.
 fn query<M: DeserializeOwned>(q: Vec<(String, String)>) -> Result<M, Refused> {
     let mut fields = serde_json::Map::new();
     for (name, value) in q {
@@ -213,12 +213,12 @@ async fn delete_objects(State(shared): S, headers: HeaderMap, b: Body) -> Answer
     wish::<v1::DeleteRequest>(&shared, &headers, body(b).await?).await
 }
 
-/// Watching as server-sent events, a WatchResponse each.
+/// Watching as server-sent events, each of which is a `WatchResponse`.
 async fn events(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
     let stream = watch::start(&shared, token(&headers), query(q)?)?;
     let events = stream.timeout_repeating(tokio::time::interval(ALIVE)).map(|m| {
         let text = match m {
-            // A comment: by it the reader knows that the centre is there.
+            // A comment, which tells the reader that the centre is alive.
             Err(_) => return Ok(Bytes::from_static(b":\n\n")),
             Ok(Ok(m)) => serde_json::to_string(&m).map(|t| format!("data: {t}\n\n")),
             Ok(Err(e)) => serde_json::to_string(&serde_json::json!({ "error": e.what }))
@@ -258,7 +258,7 @@ async fn audit(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
     Ok(json(&answer))
 }
 
-/// The OpenAPI document, which is made once: anybody may ask for it.
+/// The OpenAPI document, which is generated once. Anybody may read it.
 async fn document() -> Response {
     static TEXT: LazyLock<Bytes> = LazyLock::new(|| openapi::document().to_string().into());
     ([(header::CONTENT_TYPE, JSON)], TEXT.clone()).into_response()

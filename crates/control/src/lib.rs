@@ -1,7 +1,8 @@
-//! The control centre of a fleet as a program: its store, its certificates, and its calls as gRPC and as JSON by one port.
+//! The control centre of a fleet as a program: its store, its certificates, and its calls as gRPC and as JSON on one
+//! port.
 //!
-//! What a fleet is and what follows from a call is the crate `unirdma-fleet`, which this one feeds with messages and time. This crate must not
-//! decide anything about a fleet. It has all the sockets, files and tasks.
+//! The crate `unirdma-fleet` defines what a fleet is and what follows from a call. This crate feeds it with messages
+//! and time, and has all the sockets, files and tasks. It must not decide anything about a fleet.
 
 mod admit;
 mod calls;
@@ -47,11 +48,12 @@ pub struct Options {
     pub dir: PathBuf,
     /// Where it listens.
     pub listen: SocketAddr,
-    /// Its store, if it is not the file in its directory: another file, or `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`, which centres share.
+    /// Its store, if it is not the file in its directory: another file, or `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`,
+    /// which several centres can share.
     pub store: Option<String>,
     /// Without TLS, on loopback only.
     pub plain: bool,
-    /// Names by which it is reached, beside those of this machine. The first is how other centres of the fleet reach it.
+    /// Names of this centre, in addition to the names of this machine. Other centres of the fleet use the first one.
     pub names: Vec<String>,
     /// Where scrapers read metrics.
     pub metrics: Option<SocketAddr>,
@@ -80,10 +82,10 @@ fn seed() -> io::Result<[u8; 32]> {
     Ok(seed)
 }
 
-/// Makes the directory of a new fleet: its authority, its store, and the token of its first administrator, which is given back.
+/// Makes the directory of a new fleet, with its authority and its store. Returns the token of its first administrator.
 ///
 /// # Errors
-/// There is one already, or it cannot be written.
+/// There is an authority already, or the directory cannot be written.
 pub async fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
     use std::os::unix::fs::DirBuilderExt;
     let named = |e: io::Error| io::Error::new(e.kind(), format!("cannot make {}: {e}", dir.display()));
@@ -100,7 +102,7 @@ pub async fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
     Ok(token)
 }
 
-/// Makes the first records of a fleet. Gives the fleet's number and the token of its administrator.
+/// Writes the first records of a fleet. Returns the fleet's number and its administrator's token.
 async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> {
     let opened = store::open(store, dir).map_err(other)?;
     let store = opened.store();
@@ -110,7 +112,7 @@ async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> 
             store.name()
         )));
     }
-    // The fleet's number is known to all hosts, the token to nobody.
+    // All hosts know the fleet's number, so the token must not be derived from it.
     let (number, random) = (seed()?, seed()?);
     let fleet: String = number[..8].iter().map(|b| format!("{b:02x}")).collect();
     let records = Centre::found(&fleet);
@@ -124,7 +126,7 @@ async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> 
     Ok((fleet, made.answer.secret))
 }
 
-/// What [`copy`] has copied.
+/// Result of [`copy`].
 #[derive(Clone, Debug)]
 pub struct Copied {
     /// The store that it was copied from.
@@ -137,10 +139,11 @@ pub struct Copied {
     pub records: usize,
 }
 
-/// Copies a fleet to a store that has none, with its revision, so that hosts go on with what they know. `from` and `to` as [`Options::store`].
+/// Copies a fleet to an empty store, with its revision, so that the state of hosts stays valid. `from` and `to` are as
+/// in [`Options::store`].
 ///
 /// # Errors
-/// There is no fleet to copy, a centre runs on it, or the other store has one. Nothing was changed then.
+/// There is no fleet to copy, a centre runs on it, or the other store has a fleet. In these cases nothing is changed.
 pub async fn copy(dir: &Path, from: Option<&str>, to: &str) -> io::Result<Copied> {
     if let Some(path) = store::path(from, dir).filter(|p| !p.exists()) {
         return Err(other(format!("there is no store at {}; give the fleet's one by --from", path.display())));
@@ -225,7 +228,7 @@ pub async fn listen(options: &Options) -> io::Result<Listening> {
 }
 
 impl Listening {
-    /// What a centre does last, so that another one can be elected at once.
+    /// Gives up this centre's lease, so that another one can be elected at once. To be called last.
     pub fn leave(&self) -> impl Future<Output = ()> + Send + 'static {
         let shared = self.shared.clone();
         async move { shared.leave().await }
@@ -234,7 +237,7 @@ impl Listening {
     /// Serves until the task is ended.
     ///
     /// # Errors
-    /// The store was replaced by another one meanwhile.
+    /// The store was replaced by another one while the centre ran.
     pub async fn serve(self) -> io::Result<()> {
         let services = grpc::Services(self.shared.clone());
         let fleet = FleetServer::new(services.clone())

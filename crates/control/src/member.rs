@@ -1,7 +1,8 @@
-//! A centre among others: it follows the store in etcd, shows there that it exists, and is elected to make changes if nobody else is.
+//! A centre in a group of centres. It follows the store in etcd, registers itself there, and is elected to make changes
+//! if no other centre is.
 //!
-//! All that it has in etcd is on one lease. While etcd is away the state in memory serves; then the watch goes on where it ended, or, if etcd
-//! does not remember that any more, everything is read again.
+//! All its keys in etcd are attached to one lease. While etcd is unreachable, the state in memory serves. Then the
+//! watch continues from its last revision, or, if etcd has compacted that, everything is read again.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,18 +20,18 @@ use crate::shared::{Role, Shared};
 use crate::store::etcd::{Follower, Lost, News, Office};
 use crate::store::{EtcdStore, StoreError};
 
-/// How long a centre that says nothing is taken to be there, seconds.
+/// Lifetime of the lease, seconds: a centre that does not prolong it for this long is taken to be gone.
 const LEASE_S: i64 = 5;
 const LEASE: Duration = Duration::from_secs(5);
-/// How often it says something, and how soon again if that failed.
+/// Interval between prolongations of the lease, and the pause after a failed one.
 const PROLONG: Duration = Duration::from_millis(1_500);
 const PAUSE: Duration = Duration::from_millis(300);
 
 /// Why a session with etcd ends.
 enum End {
-    /// It is begun again: etcd is away, or the lease has ended.
+    /// The session is begun again: etcd is unreachable, or the lease has ended.
     Again(String),
-    /// The store is another one by now.
+    /// The store was replaced by another one.
     Replaced(Refusal),
 }
 
@@ -46,7 +47,7 @@ impl From<Refusal> for End {
     }
 }
 
-/// A task that ends with this.
+/// A task that is aborted when this is dropped.
 struct Task(JoinHandle<()>);
 
 impl Drop for Task {
@@ -58,20 +59,20 @@ impl Drop for Task {
 struct Member {
     shared: Arc<Shared>,
     store: Arc<EtcdStore>,
-    /// etcd's revision up to which everything is known; `None`: nothing is.
+    /// etcd's revision up to which everything is known; `None`: nothing is known.
     at: Option<i64>,
     /// The URL of the centre that allocates.
     allocator: Option<String>,
-    /// What hears the other centres, by their ids.
+    /// Tasks that receive news of the other centres, by the centres' ids.
     centres: HashMap<String, Task>,
-    /// This centre was elected, and the revision of the last change then.
+    /// This centre's election, and the revision of the last change at that time.
     elected: Option<(Office, u64)>,
 }
 
-/// What comes of following: news and how far they go, or an end.
+/// Result of following the store: news, and the revision that they lead to; or the reason for the end.
 type Heard = Result<(Vec<News>, i64), Lost>;
 
-/// Takes part until the store is another one.
+/// Takes part until the store is replaced by another one.
 pub(crate) async fn take_part(shared: Arc<Shared>, store: Arc<EtcdStore>) -> io::Error {
     let (centres, allocator) = (HashMap::new(), None);
     let mut member = Member { shared, store, at: None, allocator, centres, elected: None };
@@ -90,7 +91,7 @@ pub(crate) async fn take_part(shared: Arc<Shared>, store: Arc<EtcdStore>) -> io:
     }
 }
 
-/// Keeps a lease, until it ends: says why.
+/// Prolongs a lease until it ends. Returns the reason.
 async fn keep_lease(store: Arc<EtcdStore>, lease: i64) -> String {
     let mut until = Instant::now() + LEASE;
     loop {
@@ -110,7 +111,7 @@ async fn keep_lease(store: Arc<EtcdStore>, lease: i64) -> String {
     }
 }
 
-/// Follows the store on a task of its own, so that nothing that was heard is lost.
+/// Follows the store on a separate task, so that no news is lost.
 fn follow(store: Arc<EtcdStore>, mut follower: Follower) -> (mpsc::Receiver<Heard>, Task) {
     let (send, receive) = mpsc::channel(16);
     let task = tokio::spawn(async move {
@@ -130,7 +131,8 @@ impl Member {
     async fn session(&mut self) -> Result<std::convert::Infallible, End> {
         let before = self.shared.lease.swap(0, Ordering::Relaxed);
         if before != 0 {
-            // What this centre still has by the session before would stand in its way. If this fails, it ends by itself.
+            // Ends the lease of the session before. Its keys would prevent the registration of this session. If the
+            // call fails, the lease expires by itself.
             drop(self.store.end(before).await);
         }
         let (lease, id) = self.store.begin(LEASE_S, &self.shared.url).await?;
@@ -154,7 +156,7 @@ impl Member {
                         self.at = None;
                         (news, _task) = self.hear().await?;
                     }
-                    // Another member of etcd may answer: the lease says when it is too late.
+                    // Another member of etcd may answer. If none does, the lease ends, and with it the session.
                     Some(Err(Lost::Away(e))) => {
                         tracing::warn!("{e}");
                         tokio::time::sleep(PAUSE).await;
@@ -162,13 +164,13 @@ impl Member {
                     }
                     None => return Err(End::Again("following the store has ended".into())),
                 },
-                // The election is tried again if it failed.
+                // A failed election is tried again.
                 () = tokio::time::sleep(LEASE) => {}
             }
         }
     }
 
-    /// Follows from where it ended, or from a list of everything.
+    /// Follows the store from the last known revision, or from a list of everything.
     async fn hear(&mut self) -> Result<(mpsc::Receiver<Heard>, Task), End> {
         let follower = match self.at {
             Some(at) => self.store.follow(at).await?,
@@ -186,7 +188,7 @@ impl Member {
         Ok(follow(self.store.clone(), follower))
     }
 
-    /// The same while the lease holds.
+    /// As [`Member::hear`], repeated while the lease holds.
     async fn hear_again(
         &mut self,
         ended: &mut oneshot::Receiver<String>,
@@ -202,7 +204,7 @@ impl Member {
         }
     }
 
-    /// What has happened. `id` is this centre's.
+    /// Applies one piece of news. `id` is this centre's id.
     async fn take(&mut self, news: News, id: &str) -> Result<(), End> {
         match news {
             News::Change { revision, writes } => {
@@ -212,7 +214,7 @@ impl Member {
                     return Err(End::Again(text));
                 }
             }
-            // Of before the election.
+            // The news is older than this centre's election.
             News::Allocator { at, .. } if self.elected.is_some_and(|(o, _)| at < o.created) => {}
             News::Allocator { url, .. } => {
                 self.allocator = url;
@@ -238,7 +240,8 @@ impl Member {
         Ok(())
     }
 
-    /// Is elected if nobody is, and makes changes once it has heard of all before.
+    /// Runs for election if no centre is elected. An elected centre makes changes once it knows all changes before its
+    /// election.
     async fn be_elected(&mut self, lease: i64) -> Result<(), End> {
         if self.allocator.is_none() && self.elected.is_none() {
             self.elected = self.store.campaign(lease, &self.shared.url).await?;

@@ -1,5 +1,6 @@
-//! Metrics of a centre for Prometheus: `unirdma control run --metrics ADDR:PORT`. What is counted here are calls and messages; what there is
-//! is asked of the state when somebody reads. Labels are fixed words, so the number of series is fixed, too.
+//! Metrics of a centre for Prometheus: `unirdma control run --metrics ADDR:PORT`. Calls and messages are counted here;
+//! numbers of objects are taken from the state when a page is read. Label values are fixed words, so the number of
+//! series is fixed, too.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,10 +16,10 @@ use unirdma_metrics::{CONTENT_TYPE, Kind as Family, Value, Writer};
 
 use crate::shared::{Shared, now_ms};
 
-/// How long a page is given to all who ask.
+/// Time for which one page is served to all readers.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// Upper edges of the times that the store takes, in microseconds and as Prometheus reads them.
+/// Upper edges of the histogram of store times: in microseconds, and as Prometheus reads them.
 const EDGES: [(u64, &str); 10] = [
     (500, "0.0005"),
     (1_000, "0.001"),
@@ -32,7 +33,7 @@ const EDGES: [(u64, &str); 10] = [
     (10_000_000, "10"),
 ];
 
-/// What becomes of an object.
+/// The ways in which a change affects an object.
 const FATES: [&str; 3] = ["made", "changed", "deleted"];
 
 const REASONS: [(RefusalKind, &str); 8] = [
@@ -46,14 +47,14 @@ const REASONS: [(RefusalKind, &str); 8] = [
     (RefusalKind::Unavailable, "unavailable"),
 ];
 
-/// What is counted.
+/// The counters.
 #[derive(Default)]
 pub(crate) struct Metrics {
-    /// By kind, and by what became of the object.
+    /// Changes by kind of object, and by index in [`FATES`].
     changes: [[AtomicU64; FATES.len()]; Kind::ALL.len()],
     refusals: [AtomicU64; REASONS.len()],
     hosts_refused: AtomicU64,
-    /// Times of the store, by the first edge that is not below; the last one is above all edges.
+    /// Store times by the first edge that is not below them. The last slot is above all edges.
     kept: [AtomicU64; EDGES.len() + 1],
     kept_ns: AtomicU64,
     updates: AtomicU64,
@@ -61,7 +62,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Objects are made, changed and deleted.
+    /// Counts the changes of objects.
     pub fn changed(&self, changes: &[v1::Change]) {
         for change in changes {
             let object = change.after.as_ref().or(change.before.as_ref()).and_then(|o| o.object.as_ref());
@@ -76,26 +77,26 @@ impl Metrics {
         }
     }
 
-    /// A change is kept, which took so long.
+    /// Counts a change that the store took `took` to keep.
     pub fn kept(&self, took: Duration) {
         let slot = EDGES.iter().position(|(us, _)| took <= Duration::from_micros(*us)).unwrap_or(EDGES.len());
         self.kept[slot].fetch_add(1, Relaxed);
         self.kept_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
     }
 
-    /// A change is refused, or whoever calls.
+    /// Counts the refusal of a change or of a caller.
     pub fn refused(&self, e: &Refusal) {
         if let Some(n) = REASONS.iter().position(|(kind, _)| *kind == e.kind) {
             self.refusals[n].fetch_add(1, Relaxed);
         }
     }
 
-    /// A host is refused, or cut off with a reason.
+    /// Counts a host that is refused or cut off with a reason.
     pub fn host_refused(&self) {
         self.hosts_refused.fetch_add(1, Relaxed);
     }
 
-    /// A host is sent an update.
+    /// Counts an update that is sent to a host.
     pub fn updated(&self, update: &v1::Update) {
         self.updates.fetch_add(1, Relaxed);
         self.update_bytes.fetch_add(update.encoded_len() as u64, Relaxed);
@@ -167,14 +168,14 @@ fn page(shared: &Shared) -> String {
     w.finish()
 }
 
-/// A centre with the page that was made of it last.
+/// A centre, and the last page made for it.
 struct Pages {
     shared: Arc<Shared>,
     kept: Mutex<Option<(Instant, String)>>,
 }
 
 impl Pages {
-    /// A page that is at most [`FRESH`] old: counting walks over all hosts.
+    /// A page that is at most [`FRESH`] old. Making one iterates over all hosts.
     fn page(&self) -> String {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, page)) = kept.as_ref().filter(|k| k.0.elapsed() < FRESH) {

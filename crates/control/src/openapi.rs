@@ -1,4 +1,4 @@
-//! The OpenAPI document, made of the compiled .proto file and the table of addresses.
+//! The OpenAPI document, generated from the compiled .proto file and the table of routes.
 
 use prost::Message;
 use prost_types::field_descriptor_proto::{Label, Type};
@@ -20,7 +20,7 @@ fn schema_of(field: &FieldDescriptorProto) -> Value {
         Type::Bool => json!({ "type": "boolean" }),
         Type::Bytes => json!({ "type": "string", "format": "byte" }),
         Type::Uint32 => json!({ "type": "integer", "minimum": 0, "maximum": u32::MAX }),
-        // As proto3 says, numbers of 64 bits are text in answers; in requests they may be numbers.
+        // proto3 JSON: 64-bit numbers are text in answers. Requests may have numbers.
         Type::Uint64 => json!({ "type": "string", "format": "uint64" }),
         Type::Sint64 => json!({ "type": "string", "format": "int64" }),
         _ => json!({ "type": "string" }),
@@ -45,7 +45,7 @@ fn enumeration(prefix: &str, e: &EnumDescriptorProto, out: &mut Map<String, Valu
     out.insert(format!("{prefix}{}", e.name()), json!({ "type": "string", "enum": values }));
 }
 
-/// What a call may be, and what a token may have.
+/// The limits of calls and tokens, for the document's description.
 fn limits() -> String {
     let of = |l: &Limit| format!("{} ({} with the token of a tenant, if its groups do not say more)", l.all, l.part());
     format!(

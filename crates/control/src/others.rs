@@ -1,4 +1,4 @@
-//! The other centres of the fleet: the connections to them, what they say of their hosts, and what they are told of those of this one.
+//! The other centres of the fleet: the connections to them, and the exchange of news of hosts with them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,11 +12,11 @@ use unirdma_fleet::{root_cause, v1};
 
 use crate::shared::{Shared, now_ms};
 
-/// How long another centre may take to be reached, to answer whether it is there, and to take what it is told.
+/// Time limits for connecting to another centre, for its answer to a ping, and for its reading of a message.
 const CONNECT: Duration = Duration::from_secs(3);
 const PING: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often other centres hear of hosts.
+/// Interval of news of hosts to other centres.
 const NEWS: Duration = Duration::from_millis(500);
 
 /// Connections to other centres, by their URLs.
@@ -26,7 +26,7 @@ pub(crate) struct Others {
 }
 
 impl Others {
-    /// `tls`: how this centre shows that it is one. `None`: plain text.
+    /// `tls`: the client certificate of this centre. `None`: plain text.
     pub fn new(tls: Option<ClientTlsConfig>) -> Others {
         Others { tls, channels: Mutex::default() }
     }
@@ -45,7 +45,7 @@ impl Others {
         Ok(channel)
     }
 
-    /// A connection was lost: the next call makes another one.
+    /// Drops a connection that was lost. The next call makes a new one.
     pub fn forget(&self, url: &str) {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner).remove(url);
     }
@@ -65,7 +65,7 @@ impl Others {
     }
 }
 
-/// Hears what another centre says of its hosts, for as long as there is that centre.
+/// Receives another centre's news of its hosts, until the task is aborted.
 pub(crate) async fn listen(shared: Arc<Shared>, id: String, url: String) {
     loop {
         let why = hear(&shared, &id, &url).await;
@@ -99,7 +99,7 @@ async fn hear(shared: &Arc<Shared>, id: &str, url: &str) -> String {
     }
 }
 
-/// Tells another centre of the hosts of this one.
+/// Sends news of this centre's hosts to another centre.
 pub(crate) fn tell(shared: Arc<Shared>) -> mpsc::Receiver<Result<v1::LiveNews, Status>> {
     let (send, receive) = mpsc::channel(2);
     tokio::spawn(async move {

@@ -1,4 +1,5 @@
-//! The fleet's authority, and the certificates that it gives: one to the centre at each start, one to each host that joins.
+//! The fleet's certificate authority, and the certificates that it issues: to the centre at each start, and to each
+//! host that joins.
 
 use std::io;
 use std::net::IpAddr;
@@ -18,18 +19,18 @@ use sha2::Digest;
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 use unirdma_fleet::Refusal;
 
-/// How long certificates of hosts hold, and those of the centre, which makes itself another one whenever it starts.
+/// Validity of certificates of hosts and centres. A centre makes itself a new one at each start.
 const HOST_DAYS: i64 = 3_650;
-/// How far clocks may differ.
+/// Greatest difference between clocks.
 const SKEW_DAYS: i64 = 1;
 
-/// The organizational unit in certificates of centres as clients. Those of hosts have none.
+/// The organizational unit in client certificates of centres. Certificates of hosts have no organizational unit.
 const CENTRES: &str = "uniRDMA centres";
 
-/// Who is behind a connection.
+/// The owner of a connection, by its certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Caller {
-    /// Somebody without a certificate: who it is its token says.
+    /// Somebody without a certificate, who may show a token.
     Anybody,
     /// A host of the fleet.
     Host(String),
@@ -48,10 +49,10 @@ fn other(e: impl std::fmt::Display) -> io::Error {
     io::Error::other(e.to_string())
 }
 
-/// Writes a file that only its owner reads. It does not exist yet.
+/// Writes a new file that only its owner can read.
 ///
 /// # Errors
-/// It exists, or cannot be written.
+/// The file exists already, or cannot be written.
 pub fn write_private(path: &Path, text: &str) -> io::Result<()> {
     use std::io::Write;
     let mut options = std::fs::OpenOptions::new();
@@ -84,10 +85,10 @@ impl Authority {
         Authority::load(dir)
     }
 
-    /// Reads the authority of a centre's directory.
+    /// Reads the authority from a centre's directory.
     ///
     /// # Errors
-    /// It is not there, or no authority.
+    /// It is not there, or is not an authority.
     pub fn load(dir: &Path) -> io::Result<Authority> {
         let read = |name: &str| {
             let path = dir.join(name);
@@ -111,22 +112,22 @@ impl Authority {
         &self.pem
     }
 
-    /// By which a host that joins knows the authority: SHA-256 of its certificate, in hexadecimal digits.
+    /// The pin by which a joining host authenticates the authority: SHA-256 of its certificate, in hexadecimal digits.
     pub fn pin(&self) -> String {
         sha2::Sha256::digest(&self.der).iter().map(|b| format!("{b:02x}")).collect()
     }
 
-    /// The certificate of a host, for its own key.
+    /// Issues the certificate of a host, for the host's own key.
     ///
     /// # Errors
-    /// The request is none.
+    /// The request is not a certificate request.
     pub fn host(&self, name: &str, request: &str) -> Result<String, Refusal> {
         let wrong = |e: rcgen::Error| Refusal::invalid(format_args!("the host's certificate request is none: {e}"));
         if request.len() > 16 << 10 {
             return Err(Refusal::invalid("the host's certificate request is too long"));
         }
         let mut csr = CertificateSigningRequestParams::from_pem(request).map_err(wrong)?;
-        // Of what the host wrote only the key counts.
+        // Only the key is taken from the host's request.
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -136,10 +137,10 @@ impl Authority {
         csr.signed_by(&self.issuer).map(|c| c.pem()).map_err(wrong)
     }
 
-    /// How this centre calls others of the fleet: with a certificate that only centres have, and knowing theirs.
+    /// TLS settings for calls to other centres: a client certificate that only centres have, and the fleet's authority.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// They cannot be made.
     pub fn client(&self) -> io::Result<ClientTlsConfig> {
         let key = KeyPair::generate().map_err(other)?;
         let mut params = CertificateParams::default();
@@ -153,10 +154,10 @@ impl Authority {
         Ok(ClientTlsConfig::new().ca_certificate(Certificate::from_pem(&self.pem)).identity(identity))
     }
 
-    /// How the centre speaks TLS: with a certificate of its own for these names, and taking those of hosts.
+    /// TLS settings of the server: a certificate for these names, and verification of client certificates.
     ///
     /// # Errors
-    /// A name is none.
+    /// A name is invalid.
     pub fn server(&self, names: &[String]) -> io::Result<ServerConfig> {
         let key = KeyPair::generate().map_err(other)?;
         let mut params = CertificateParams::default();
@@ -186,7 +187,7 @@ impl Authority {
             .with_safe_default_protocol_versions()
             .map_err(other)?
             .with_client_cert_verifier(hosts.build().map_err(other)?)
-            // The authority comes along: a host that joins knows it by its hash.
+            // The authority's certificate is sent along: a host that joins knows its hash.
             .with_single_cert(vec![certificate.der().clone(), self.der.clone()], key)
             .map_err(other)?;
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
@@ -194,7 +195,7 @@ impl Authority {
     }
 }
 
-/// Who a verified certificate says that its owner is: a host, or a centre.
+/// The owner of a verified certificate: a host, or a centre.
 pub fn caller_of(certificate: &CertificateDer<'_>) -> Option<Caller> {
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
     if parsed.subject().iter_organizational_unit().any(|u| u.as_str() == Ok(CENTRES)) {
@@ -204,14 +205,14 @@ pub fn caller_of(certificate: &CertificateDer<'_>) -> Option<Caller> {
     Some(Caller::Host(name.to_owned()))
 }
 
-/// A name by which others reach this machine: the address that it listens at, or else what it is called.
+/// A name by which others reach this machine: its listening address, or its host name if that is unspecified.
 pub fn name_of(listen: IpAddr) -> String {
     let called = std::fs::read_to_string("/proc/sys/kernel/hostname").ok().map(|n| n.trim().to_owned());
     let called = called.filter(|n| listen.is_unspecified() && !n.is_empty());
     called.unwrap_or_else(|| listen.to_string())
 }
 
-/// Names by which this machine is reached: of itself, and its addresses.
+/// Names by which this machine is reached: loopback, its host name, and its addresses.
 pub fn own_names(listen: IpAddr) -> Vec<String> {
     let mut names = vec!["localhost".to_owned(), "127.0.0.1".into(), "::1".into()];
     if !listen.is_unspecified() {
@@ -229,7 +230,7 @@ pub fn own_names(listen: IpAddr) -> Vec<String> {
     names
 }
 
-/// The addresses of a machine in the kernel's table of routes: a leaf, and under it `/32 host LOCAL`.
+/// The addresses of a machine in the kernel's routing table: a leaf, and below it `/32 host LOCAL`.
 fn local_v4(trie: &str) -> Vec<String> {
     let mut leaf = None;
     let mut found = Vec::new();
@@ -243,7 +244,7 @@ fn local_v4(trie: &str) -> Vec<String> {
     found
 }
 
-/// The addresses in the kernel's table of IPv6 addresses: 32 hexadecimal digits first.
+/// The addresses in the kernel's table of IPv6 addresses. A line begins with 32 hexadecimal digits.
 fn local_v6(table: &str) -> Vec<String> {
     let bits = table.lines().filter_map(|l| u128::from_str_radix(l.split_whitespace().next()?, 16).ok());
     bits.map(|b| std::net::Ipv6Addr::from_bits(b).to_string()).collect()

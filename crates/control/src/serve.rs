@@ -1,4 +1,4 @@
-//! Connections: TLS, who is behind them, and HTTP on top. gRPC and JSON come by one port.
+//! Connections: TLS, client certificates, and HTTP. gRPC and JSON share one port.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,15 +19,15 @@ use crate::doors::{Doors, Guest};
 use crate::pki::{self, Caller};
 use crate::shares::Party;
 
-/// How long a handshake may take, or the head of a request.
+/// Time limit for a handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often a silent connection is asked whether it is still there.
+/// Interval of pings on an idle connection.
 const PING: Duration = Duration::from_secs(5);
-/// Most calls at a time of one connection.
+/// Most concurrent calls of one connection.
 const MAX_STREAMS: u32 = 64;
 /// Most bytes of a request's head.
 const MAX_HEAD: u32 = 16 << 10;
-/// Most bytes that are taken of a connection before somebody reads them.
+/// Most bytes that are received on a connection before somebody reads them.
 const WINDOW: u32 = 256 << 10;
 
 /// Serves connections until the task is ended.
@@ -36,7 +36,7 @@ pub(crate) async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, route
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(e) => {
-                // No descriptor is free, for one.
+                // For example, no descriptor is free.
                 tracing::warn!("a connection could not be taken: {e}");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -102,7 +102,7 @@ where
     builder.serve_connection(io, TowerToHyperService::new(service)).await.map_err(io::Error::other)
 }
 
-/// Refuses plain text on an address that others reach.
+/// Refuses plain text on an address that is not loopback.
 pub(crate) fn check_plain(listen: SocketAddr) -> io::Result<()> {
     if listen.ip().is_loopback() {
         return Ok(());

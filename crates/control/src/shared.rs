@@ -1,4 +1,5 @@
-//! The centre while it runs: the state machine, its store, and those who wait for news. Every call of every interface ends here.
+//! The running centre: the state machine, its store, and the connections that wait for news. Every call of every
+//! interface ends here.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -19,43 +20,43 @@ use crate::store::{Opened, Snapshot, StoreError};
 use crate::turns::Turns;
 use crate::watch::Watchers;
 
-/// Most hosts that are told everything at a time.
+/// Greatest number of hosts that are sent a complete update at the same time.
 const MAX_WHOLES: usize = 16;
-/// How long a change waits for a centre that allocates. A dead one is replaced within its lease of 5 s.
+/// How long a change waits for a centre that allocates. A dead one is replaced when its lease of 5 s has ended.
 const ELECTION: Duration = Duration::from_secs(8);
-/// Time between two looks at who allocates.
+/// Interval of checks for a centre that allocates.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Time between two looks whether somebody still reads the state of before a change.
+/// Interval of checks whether anybody still reads the state from before a change.
 const READING: Duration = Duration::from_millis(1);
-/// How long a centre may take to hear of a change that another one has made.
+/// Time limit for receiving a change that another centre has made.
 const BEHIND: Duration = Duration::from_secs(5);
 
-/// The connection of a host: its number, and how it is woken.
+/// The connection of a host: its number, and its wake-up.
 #[derive(Clone)]
 pub(crate) struct Seat {
     pub number: u64,
     pub wake: Arc<Notify>,
 }
 
-/// Who makes changes.
+/// The centre that makes changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// This centre, which is the only one of its store.
+    /// This centre, which is the only one with its store.
     Alone,
-    /// This centre, of several.
+    /// This centre, elected among several.
     Allocates,
-    /// Another one, at this URL; `None`: one is being elected.
+    /// Another centre, at this URL. `None`: no centre is elected yet.
     Follows(Option<String>),
-    /// Nobody, as the store is away: why.
+    /// None, because the store is unreachable: the reason.
     Away(String),
 }
 
-/// The centre while it runs.
+/// The running centre.
 pub struct Shared {
     centre: Mutex<Centre>,
-    /// Where changes are made ready, and put into the state. What takes long is done here, while the state is read.
+    /// Prepares changes and applies them to the state. Long work is done here, while the state can be read.
     desk: Arc<tokio::sync::Mutex<Desk>>,
-    /// A turn is held from the look at the state until the change is in it: there is one plan at a time.
+    /// A turn is held from the look at the state until the change is applied, so there is one plan at a time.
     turns: Arc<Turns>,
     pub(crate) store: Opened,
     /// `None`: plain text, on loopback only. Then hosts have no certificates.
@@ -65,14 +66,14 @@ pub struct Shared {
     /// Where other centres reach this one.
     pub(crate) url: String,
     pub(crate) others: Others,
-    /// What keeps this centre among the others; 0: nothing yet.
+    /// The lease of this centre in etcd; 0: none yet.
     pub(crate) lease: AtomicI64,
     seats: Mutex<HashMap<String, Seat>>,
     seat_numbers: AtomicU64,
     pub(crate) watchers: Arc<Watchers>,
-    /// Permits of hosts that are told everything.
+    /// Permits of hosts that are sent a complete update.
     pub(crate) wholes: Arc<tokio::sync::Semaphore>,
-    /// What callers have under way.
+    /// Calls and bytes under way, by caller.
     pub(crate) under_way: UnderWay,
     pub(crate) metrics: Metrics,
 }
@@ -93,7 +94,7 @@ fn cut_off(e: tokio::task::JoinError) -> Refusal {
 /// Why a change was not made here.
 enum NotMade {
     Refused(Refusal),
-    /// Another centre allocates, or this one has to hear of a change first. Nothing was changed.
+    /// Another centre allocates, or this one lacks an earlier change. Nothing was changed.
     Elsewhere,
 }
 
@@ -111,7 +112,7 @@ pub(crate) fn elsewhere() -> Status {
 }
 
 impl Shared {
-    /// A centre of a state and its store, which other centres reach at `url`.
+    /// A centre with this state and store, which other centres reach at `url`.
     pub fn new(
         (centre, desk): (Centre, Desk),
         store: Opened,
@@ -141,7 +142,7 @@ impl Shared {
         }))
     }
 
-    /// The state, for a moment: nothing that waits is done meanwhile.
+    /// Locks the state. The caller must not wait while it holds the lock.
     pub(crate) fn centre(&self) -> MutexGuard<'_, Centre> {
         locked(&self.centre)
     }
@@ -155,8 +156,8 @@ impl Shared {
         matches!(self.role(), Role::Alone | Role::Allocates)
     }
 
-    /// Makes a change, here or at the centre that allocates. While there is none it waits a while. `passed_on`: another centre asks, so it is
-    /// not asked back.
+    /// Makes a change, here or at the centre that allocates. If none allocates, waits for an election. `passed_on`: the
+    /// call comes from another centre, so it is not passed on again.
     pub(crate) async fn run<C: Call>(self: &Arc<Self>, call: C, passed_on: bool) -> Result<C::Answer, Status> {
         let refused = |e: Refusal| crate::grpc::status(&e);
         let deadline = Instant::now() + ELECTION;
@@ -184,12 +185,12 @@ impl Shared {
                 let text = "nothing can be changed now: no centre was elected to do so; `unirdma control status` shows when one is";
                 return Err(refused(Refusal::unavailable(text)));
             }
-            // That the role is another one by now is seen the next time.
+            // A new role is examined in the next round.
             let _ = tokio::time::timeout(PAUSE, roles.changed()).await;
         }
     }
 
-    /// Asks the centre that allocates. `None`: nothing came of it, and it can be tried again.
+    /// Passes a call on to the centre that allocates. `None`: it had no effect, and can be tried again.
     async fn ask_other<C: Call>(
         &self,
         url: &str,
@@ -200,12 +201,12 @@ impl Shared {
         let may_repeat = call.may_repeat();
         let answer = tokio::select! {
             answer = call.pass_on(channel) => answer,
-            // It may hang: another one was elected.
+            // The centre may hang. Another one was elected.
             _ = roles.wait_for(|r| *r != Role::Follows(Some(url.into()))) => Err(Status::unavailable("")),
         };
         match answer {
             Ok(answer) => {
-                // Whoever asked sees what it has done.
+                // Waits until this centre has the change, so that the caller sees it here.
                 self.wait_for(calls::revision_of(answer.metadata()), BEHIND).await;
                 Some(Ok(answer.into_inner()))
             }
@@ -221,23 +222,25 @@ impl Shared {
         }
     }
 
-    /// Waits until the state has come to a revision; false if it does not in this time.
+    /// Waits until the state has reached a revision; false if it does not within `most`.
     pub(crate) async fn wait_for(&self, revision: u64, most: Duration) -> bool {
         let mut now = self.revision.subscribe();
         tokio::time::timeout(most, now.wait_for(|r| *r >= revision)).await.is_ok_and(|r| r.is_ok())
     }
 
-    /// Whether this centre knows what a host has heard elsewhere, or hears of it soon: a host is not told again what was so before.
+    /// Waits until this centre knows everything that a host has received elsewhere, so that the host is not sent an
+    /// older state. False if that takes too long.
     pub(crate) async fn is_abreast(&self, hello: &v1::Hello) -> bool {
         let behind = || {
             let centre = self.centre();
             hello.fleet == centre.fleet() && hello.revision > centre.revision()
         };
-        // A centre that makes the changes knows all of them: the host has heard of others by a store that was replaced.
+        // A centre that makes the changes knows all of them. The host has a higher revision only if the store was
+        // replaced.
         self.allocates() || !behind() || self.wait_for(hello.revision, BEHIND).await || self.allocates()
     }
 
-    /// Does something at the desk, on a thread that may take its time.
+    /// Runs a function at the desk, on a thread that may block.
     pub(crate) async fn at_desk<T: Send + 'static>(
         self: &Arc<Self>,
         f: impl FnOnce(&Arc<Shared>, &mut Desk) -> T + Send + 'static,
@@ -252,7 +255,8 @@ impl Shared {
         done.await.map_err(cut_off)
     }
 
-    /// Makes a change as a whole, even if the caller goes away meanwhile. One that goes away before its turn has asked for nothing.
+    /// Makes a change completely, even if the caller disconnects meanwhile. If the caller disconnects before its turn,
+    /// nothing is done.
     async fn make<C: Call>(self: &Arc<Self>, call: C) -> Result<C::Answer, NotMade> {
         let refused = |e: &NotMade| {
             if let NotMade::Refused(e) = e {
@@ -281,7 +285,8 @@ impl Shared {
     async fn keep(self: &Arc<Self>, plan: Plan) -> Result<(), NotMade> {
         match self.store.store().commit(plan.revision, &plan.writes).await {
             Ok(()) => {}
-            // A change whose answer was lost came to hold after all, or the next centre was elected: the news of that are on their way.
+            // An earlier change whose answer was lost was kept after all, or another centre was elected. The news of it
+            // will arrive.
             Err(StoreError::Moved { .. } | StoreError::Deposed) if matches!(self.store, Opened::Etcd(_)) => {
                 return Err(NotMade::Elsewhere);
             }
@@ -299,7 +304,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes so what the store has by now; false if changes before it are missing.
+    /// Applies a change that the store has already. False if changes before it are missing.
     pub(crate) async fn adopt(self: &Arc<Self>, revision: u64, writes: Vec<Write>) -> Result<bool, Refusal> {
         self.at_desk(move |shared, desk| {
             let has = shared.centre().revision();
@@ -316,7 +321,7 @@ impl Shared {
         .await?
     }
 
-    /// Makes the state that of a list of the store.
+    /// Replaces the state by a snapshot of the store.
     pub(crate) async fn catch_up(self: &Arc<Self>, snapshot: Snapshot) -> Result<(), Refusal> {
         self.at_desk(move |shared, desk| {
             let news = desk.catch_up(snapshot.revision, &snapshot.records)?;
@@ -326,7 +331,7 @@ impl Shared {
         .await?
     }
 
-    /// Makes known what was changed at the desk.
+    /// Publishes the changes made at the desk, and wakes hosts and watchers.
     fn publish(&self, desk: &mut Desk, news: News) {
         let (hosts, revision) = {
             let mut centre = self.centre();
@@ -344,7 +349,7 @@ impl Shared {
         self.revision.send_if_modified(|r| std::mem::replace(r, revision.max(*r)) < revision);
     }
 
-    /// Does what is due by itself, until the end.
+    /// Makes timed changes, forever.
     pub(crate) async fn keep_time(self: Arc<Self>) {
         let mut ticks = tokio::time::interval(Duration::from_secs(1));
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -359,7 +364,7 @@ impl Shared {
         }
     }
 
-    /// Lets another centre be elected at once, as this one ends.
+    /// Ends this centre's lease, so that another centre can be elected at once.
     pub(crate) async fn leave(&self) {
         let lease = self.lease.load(Ordering::Relaxed);
         if let (Opened::Etcd(store), true) = (&self.store, lease != 0)
@@ -369,7 +374,7 @@ impl Shared {
         }
     }
 
-    /// Gives a host's connection its seat. One that it had before ends.
+    /// Registers a new connection of a host. Its former connection ends.
     pub(crate) fn sit(&self, host: &str) -> Seat {
         let number = self.seat_numbers.fetch_add(1, Ordering::Relaxed);
         let seat = Seat { number, wake: Arc::new(Notify::new()) };
@@ -379,19 +384,19 @@ impl Shared {
         seat
     }
 
-    /// Takes a host's connection its seat: it has another one elsewhere.
+    /// Closes this host's connection, because it has connected to another centre.
     pub(crate) fn unseat(&self, host: &str) {
         if let Some(old) = locked(&self.seats).remove(host) {
             old.wake.notify_one();
         }
     }
 
-    /// Whether a connection still has its seat.
+    /// Whether a connection is still the registered one.
     pub(crate) fn has_seat(&self, host: &str, seat: &Seat) -> bool {
         locked(&self.seats).get(host).is_some_and(|s| s.number == seat.number)
     }
 
-    /// Who calls with a token.
+    /// The actor that a token stands for.
     pub(crate) fn actor(&self, token: Option<&str>) -> Result<Actor, Refusal> {
         let actor = match token {
             Some(token) if token.len() <= 256 => self.centre().actor(token, now_ms()),
@@ -403,7 +408,7 @@ impl Shared {
         actor.inspect_err(|e| self.metrics.refused(e))
     }
 
-    /// A refusal as a caller may hear of it: a tenant is not told what is wrong with the store, and where that is.
+    /// Hides the store's errors from tenants: they are not told what is wrong with it, nor where it is.
     pub(crate) fn told(&self, actor: &Actor, e: Status) -> Status {
         let elsewhere = e.metadata().get(calls::REFUSED).is_some_and(|v| v.as_bytes() == b"elsewhere");
         if actor.sees_all() || e.code() != tonic::Code::Unavailable || elsewhere {
@@ -414,7 +419,7 @@ impl Shared {
         ))
     }
 
-    /// The centre in figures, of what an actor sees.
+    /// The centre's status: the figures that an actor may see.
     pub(crate) fn status(&self, actor: &Actor) -> v1::StatusResponse {
         let role = self.role();
         let status = self.centre().status(actor, now_ms());
@@ -449,7 +454,7 @@ impl Facts for Shared {
     }
 }
 
-/// What is due by itself.
+/// The call for timed changes.
 #[derive(Clone)]
 struct Due;
 

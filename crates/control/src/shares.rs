@@ -1,5 +1,5 @@
-//! Limits that callers share: one for all callers of a kind together, and one for each of them. No kind takes from another, so strangers keep
-//! out nobody who is known, and tenants keep out no administrator.
+//! Limits that callers share: one for all callers of a kind together, and one for each caller. Kinds do not share
+//! limits, so strangers cannot exclude known callers, and tenants cannot exclude administrators.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use unirdma_fleet::Refusal;
 
-/// Who is charged.
+/// A caller that is charged.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Party {
-    /// Somebody who has shown neither certificate nor token, by address.
+    /// A caller without certificate and token, by address.
     Stranger(IpAddr),
     /// A token of a tenant or of a reader.
     Token(String),
@@ -27,7 +27,7 @@ pub(crate) enum Party {
 const KINDS: usize = 5;
 
 impl Party {
-    /// A stranger. One machine has a whole /64 network of IPv6 addresses.
+    /// A stranger. IPv6 addresses count by their /64 network, since one machine may use all of it.
     pub fn stranger(address: IpAddr) -> Party {
         Party::Stranger(match address.to_canonical() {
             IpAddr::V6(a) => IpAddr::V6(Ipv6Addr::from_bits(a.to_bits() >> 64 << 64)),
@@ -35,7 +35,7 @@ impl Party {
         })
     }
 
-    /// The number of its kind, and what all of that kind are called.
+    /// The number of its kind, and the name of the whole kind.
     fn kind(&self) -> (usize, &'static str) {
         match self {
             Party::Stranger(_) => (0, "callers without a token"),
@@ -81,21 +81,21 @@ struct Taken {
     each: HashMap<Party, usize>,
 }
 
-/// Which limit was reached: that of the party, or that of all parties of its kind.
+/// The limit that was reached: the party's own, or the limit of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Full {
     Each,
     All,
 }
 
-/// Something that is limited.
+/// A limited resource.
 pub(crate) struct Shares {
     what: &'static str,
     limits: [Limit; KINDS],
     taken: Mutex<Taken>,
 }
 
-/// What a party has taken of it, until this is dropped.
+/// A party's share of a limited resource. Dropping it returns the share.
 pub(crate) struct Share {
     shares: Arc<Shares>,
     pub party: Party,
@@ -103,7 +103,7 @@ pub(crate) struct Share {
 }
 
 impl Shares {
-    /// `what` is its name in the plural.
+    /// `what` is the name of the resource, in the plural.
     pub fn new(what: &'static str, l: Limits) -> Arc<Shares> {
         let limits = [l.strangers, l.tokens, l.admins, l.hosts, l.centres];
         Arc::new(Shares { what, limits, taken: Mutex::default() })
@@ -113,17 +113,17 @@ impl Shares {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes an amount.
+    /// Takes an amount of the resource.
     ///
     /// # Errors
-    /// Which limit it would exceed.
+    /// The limit that it would exceed.
     pub fn take(self: &Arc<Self>, party: &Party, amount: usize) -> Result<Share, Full> {
         let mut share = Share { shares: self.clone(), party: party.clone(), amount: 0 };
         share.set(amount)?;
         Ok(share)
     }
 
-    /// What is said to a party that gets nothing.
+    /// The refusal for a party that has reached a limit.
     pub fn refusal(&self, party: &Party, full: Full) -> Refusal {
         let ((kind, all), what) = (party.kind(), self.what);
         let limit = self.limits[kind];
@@ -141,10 +141,10 @@ impl Shares {
 }
 
 impl Share {
-    /// Makes it another amount. To take less is always possible.
+    /// Changes the amount. Reducing it always succeeds.
     ///
     /// # Errors
-    /// Which limit it would exceed. The amount is what it was.
+    /// The limit that it would exceed. The amount is unchanged then.
     pub fn set(&mut self, amount: usize) -> Result<(), Full> {
         let (kind, _) = self.party.kind();
         let limit = self.shares.limits[kind];
@@ -170,23 +170,23 @@ impl Share {
         Ok(())
     }
 
-    /// How much it is.
+    /// The amount.
     pub fn amount(&self) -> usize {
         self.amount
     }
 
-    /// Takes more.
+    /// Increases the amount.
     ///
     /// # Errors
-    /// The refusal that says so.
+    /// A refusal that names the limit.
     pub fn add(&mut self, more: usize) -> Result<(), Refusal> {
         self.hold(self.amount() + more)
     }
 
-    /// As [`Share::set`].
+    /// As [`Share::set`], with a refusal as the error.
     ///
     /// # Errors
-    /// The refusal that says so.
+    /// A refusal that names the limit.
     pub fn hold(&mut self, amount: usize) -> Result<(), Refusal> {
         self.set(amount).map_err(|full| self.shares.refusal(&self.party, full))
     }
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(shares.take(&two, 3).err(), Some(Full::All));
         let mut more = shares.take(&two, 2).unwrap();
         assert_eq!(more.set(3), Err(Full::All));
-        // Other kinds are not concerned.
+        // Other kinds are not affected.
         drop((shares.take(&Party::Token("t".into()), 3).unwrap(), shares.take(&Party::Admin("t".into()), 3).unwrap()));
         drop(held);
         more.set(3).unwrap();

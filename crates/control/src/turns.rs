@@ -1,6 +1,6 @@
-//! Whose turn it is to change something. Changes are made one at a time; an administrator waits for the one under way, and for at most one more
-//! of those who are none. Of each other token and each host one change at a time stands in the common line, so that a caller with many waits for
-//! itself.
+//! The order of changes. Changes are made one at a time. An administrator waits for the change under way, and for at
+//! most one other change that is not an administrator's. Each other token and each host has at most one change in the
+//! common queue, so a caller with many changes delays only itself.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,27 +13,27 @@ const MAX_WAITING: usize = 32;
 
 type Line = Arc<tokio::sync::Mutex<()>>;
 
-/// Those who wait for their turn.
+/// The queues of changes.
 #[derive(Default)]
 pub(crate) struct Turns {
     /// The changes of each token or host, by its name.
     own: Mutex<HashMap<String, Line>>,
-    /// The first ones of those.
+    /// The queue for the first change of each of them.
     common: Line,
-    /// Whose turn it is.
+    /// The queue for the turn itself.
     turn: Line,
 }
 
-/// A turn. It is over when this is dropped.
+/// A turn. Dropping it ends the turn.
 pub(crate) struct Turn {
     turns: Arc<Turns>,
     who: Option<String>,
-    /// In the order in which they were taken; the last one is let go first.
+    /// In the order of locking. The last one is unlocked first.
     held: Vec<OwnedMutexGuard<()>>,
 }
 
 impl Turns {
-    /// Waits for a turn of this caller; `None`: of an administrator, or the centre itself.
+    /// Waits for a turn of this caller; `None`: an administrator, or the centre itself.
     pub async fn take(self: &Arc<Self>, who: Option<String>) -> Result<Turn, Refusal> {
         let mut turn = Turn { turns: self.clone(), who: who.clone(), held: Vec::new() };
         if let Some(who) = who {

@@ -1,5 +1,5 @@
-//! Watching: all objects, then each change, and what hosts report. Nothing is queued for a watcher but the few messages under way; one that falls
-//! behind what the centre remembers is cut off.
+//! Watching: all objects, then each change, and the reports of hosts. Only the few messages under way are queued for a
+//! watcher. A watcher that falls behind the centre's log of changes is cut off.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,16 +11,16 @@ use unirdma_fleet::{Actor, Refusal, WATCHERS, v1};
 
 use crate::shared::{Shared, now_ms};
 
-/// How long a watcher may take to read.
+/// Time limit for a watcher's reading of a message.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How often states are told.
+/// Interval of reported states.
 const STATES: Duration = Duration::from_secs(2);
 
-/// How many watch, by token.
+/// Number of watchers, by token.
 #[derive(Default)]
 pub(crate) struct Watchers(Mutex<HashMap<String, usize>>);
 
-/// The place of one that watches.
+/// The place of one watcher.
 struct Place {
     watchers: Arc<Watchers>,
     who: String,
@@ -36,7 +36,7 @@ impl Watchers {
         self.by_token().values().sum()
     }
 
-    /// Takes a place, until that is dropped.
+    /// Takes a place. Dropping it returns the place.
     fn take(self: &Arc<Self>, actor: &Actor) -> Result<Place, Refusal> {
         let mut by_token = self.by_token();
         let (all, own) = (by_token.values().sum::<usize>() + 1, by_token.get(actor.who()).map_or(1, |n| n + 1));
@@ -101,7 +101,7 @@ async fn run(
         }
         let mut after = String::new();
         loop {
-            // Objects that change meanwhile are told again as changes.
+            // Objects that change meanwhile are sent again as changes.
             let q = v1::GetRequest {
                 kind: kind.into(),
                 group: request.group.clone(),
@@ -148,7 +148,7 @@ async fn run(
                 m.changes = changes.iter().filter_map(|c| c.told(actor, request)).collect();
             }
             _ = states.tick() => {
-                // A token that was revoked, or has expired, ends what was begun with it.
+                // A revoked or expired token ends the watch that was begun with it.
                 if let Err(e) = shared.actor(Some(token)) {
                     return Some(e);
                 }

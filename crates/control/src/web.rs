@@ -1,11 +1,11 @@
-//! The web page, whose files are carried by the program. It reads the API like anybody else, with a token that its user types, so the files
-//! themselves say nothing and need none.
+//! The web page. Its files are part of the program. It uses the API with a token that its user types in, so the files
+//! contain no secret and need no token.
 
 use axum::Router;
 use axum::http::header;
 use axum::routing::get;
 
-/// The page loads nothing from elsewhere, runs nothing but its own files, speaks to nobody but the centre, and stands in no other page.
+/// The page loads and runs only its own files, connects only to the centre, and cannot be embedded in another page.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
 
@@ -33,7 +33,7 @@ pub(crate) fn routes(router: Router) -> Router {
             (header::CONTENT_SECURITY_POLICY, POLICY),
             (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
             (header::REFERRER_POLICY, "no-referrer"),
-            // The files are those of the running program, not of the one before.
+            // A browser must not use files of an earlier version of the program.
             (header::CACHE_CONTROL, "no-cache"),
         ];
         router.route(path, get(move || async move { (headers, content) }))
@@ -44,7 +44,7 @@ pub(crate) fn routes(router: Router) -> Router {
 mod tests {
     use super::*;
 
-    /// What a file loads: modules, the style sheet and the script of the page.
+    /// The files that a file loads: modules, the style sheet and the script of the page.
     fn loads(content: &str) -> Vec<&str> {
         let quoted = |before: &'static str| content.split(before).skip(1).filter_map(|rest| rest.split('"').next());
         [" from \"", "rel=\"stylesheet\" href=\"", "src=\""].into_iter().flat_map(quoted).collect()
@@ -56,7 +56,7 @@ mod tests {
         let all: Vec<&str> = FILES.iter().flat_map(|f| loads(f.2)).collect();
         assert!(all.len() >= 8, "{all:?}");
         assert!(all.iter().all(|name| known(name)), "{all:?}");
-        // But for the names of namespaces, which nobody loads.
+        // Names of namespaces are excluded, because nobody loads them.
         let elsewhere = FILES
             .iter()
             .flat_map(|f| f.2.lines())

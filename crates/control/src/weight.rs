@@ -1,4 +1,5 @@
-//! What a message takes once it is read. Two bytes may be an object with all its fields, so the length of a message says little of that.
+//! Memory that a message takes once it is decoded, estimated from its encoding. Two encoded bytes may be an object with
+//! all its fields, so the length says little.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -7,14 +8,15 @@ use prost::Message;
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 
-/// The most that a message of a list takes by itself, and a field beside its text. A message that is no list's has its place in the one that has it.
+/// Most memory of a message in a list, and of a field without its text, bytes. A message that is not in a list is part
+/// of the message that contains it.
 const MESSAGE: usize = 704;
 const FIELD: usize = 32;
 
 /// A field that is a message: its type, and whether it is a list.
 type Inner = (String, bool);
 
-/// Of each message the fields that are messages, and of each call of gRPC what it takes.
+/// The message fields of each message, by field number; and the message that each gRPC call takes.
 struct Types {
     messages: HashMap<String, HashMap<u64, Inner>>,
     calls: HashMap<String, String>,
@@ -46,12 +48,12 @@ impl Types {
     }
 }
 
-/// Of the message of a call of gRPC. The call is its address.
+/// Weight of the message of a gRPC call. `call` is its address.
 pub(crate) fn of_call(call: &str, message: &[u8]) -> usize {
     MESSAGE + TYPES.calls.get(call).map_or(0, |name| of_fields(name, message))
 }
 
-/// Of the fields of a message, as far as they can be read: whoever decodes the message does not come further.
+/// Weight of the fields of a message, up to the first one that cannot be decoded, where a decoder stops, too.
 fn of_fields(name: &str, mut rest: &[u8]) -> usize {
     let inner = TYPES.messages.get(name);
     let mut weight = 0;
@@ -61,7 +63,7 @@ fn of_fields(name: &str, mut rest: &[u8]) -> usize {
             0 => varint(&mut rest).map(|_| 0),
             1 => Some(8),
             2 => varint(&mut rest),
-            // A group, which no message has, is passed over, and what comes after it is read. What is in it weighs as if it were outside.
+            // No message has a group. A decoder skips it and reads on. Its content weighs as if it were outside.
             3 | 4 => Some(0),
             5 => Some(4),
             _ => None,
@@ -77,12 +79,12 @@ fn of_fields(name: &str, mut rest: &[u8]) -> usize {
     weight
 }
 
-/// Takes a number of variable length.
+/// Takes a varint.
 fn varint(rest: &mut &[u8]) -> Option<u64> {
     prost::encoding::decode_varint(rest).ok()
 }
 
-/// Of a message as JSON: at most what its signs let it have.
+/// Upper bound of the weight of a JSON message, by its punctuation.
 pub(crate) fn of_json(text: &[u8]) -> usize {
     let (mut weight, mut before) = (MESSAGE + text.len(), b' ');
     for &sign in text.iter().filter(|b| !b.is_ascii_whitespace()) {
@@ -115,7 +117,7 @@ mod tests {
             size_of::<v1::Connection>(),
             size_of::<v1::Token>(),
         ];
-        // A list that grows has up to twice the room that it needs.
+        // A growing list has room for up to twice its length.
         assert!(sizes.iter().all(|s| 2 * s <= MESSAGE), "{sizes:?}");
         assert!(2 * size_of::<String>() <= 2 * FIELD);
     }
@@ -123,14 +125,14 @@ mod tests {
     #[test]
     fn a_message_weighs_what_it_becomes() {
         let apply = "/unirdma.fleet.v1.Fleet/Apply";
-        // A thousand objects of two bytes.
+        // A thousand objects, encoded in two bytes each.
         let many = [0x0a, 0].repeat(1_000);
         assert_eq!(of_call(apply, &many), MESSAGE + 1_000 * (MESSAGE + FIELD));
         let vrnic = v1::Vrnic { name: "a".into(), ips: vec![String::new(); 1_000], ..Default::default() };
         let objects = vec![v1::Object { object: Some(vrnic.into()), revision: 0 }];
         let weight = of_call(apply, &v1::ApplyRequest { objects, ..Default::default() }.encode_to_vec());
         assert!((1_000 * FIELD..1_100 * FIELD + 2 * MESSAGE).contains(&weight), "{weight}");
-        // What cannot be read weighs what was read before.
+        // A truncated message weighs only the part before.
         assert_eq!(of_call(apply, &[&[0x0a, 0][..], &[0x0a, 9, 1]].concat()), 2 * MESSAGE + 2 * FIELD);
         assert_eq!(of_call(apply, &[0xff; 30]), MESSAGE);
         assert_eq!(of_call("/other", &many), MESSAGE);
@@ -142,7 +144,7 @@ mod tests {
         assert_eq!(of_json(json), 3 * MESSAGE + 4 * FIELD + json.len());
     }
 
-    /// What each call takes is known.
+    /// The message of each call is known.
     #[test]
     fn all_calls_are_known() {
         for call in ["Fleet/Apply", "Fleet/Watch", "Hosts/Join", "Hosts/Attach", "Centres/Ask"] {

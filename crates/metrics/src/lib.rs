@@ -6,10 +6,10 @@ use std::fmt::{self, Write};
 /// The `Content-Type` of a page.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// What a figure is.
+/// The kind of a figure, as Prometheus distinguishes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It only grows, until what counts is started anew.
+    /// It only grows, until the program that counts is restarted.
     Counter,
     /// It goes up and down.
     Gauge,
@@ -25,7 +25,7 @@ impl Kind {
     }
 }
 
-/// A figure.
+/// The value of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Value {
     /// A number.
@@ -43,7 +43,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// The value of a label, in which nothing ends it before its end.
+/// The value of a label, escaped.
 struct Escaped<'a>(&'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -60,17 +60,17 @@ impl fmt::Display for Escaped<'_> {
     }
 }
 
-/// A page as far as it is written. Writing to a `String` does not fail.
+/// A page that is being written. Writing to a `String` does not fail.
 #[derive(Debug, Default)]
 pub struct Writer(String);
 
 impl Writer {
-    /// Begins a family: what it is called, its kind, and what it says, as a sentence.
+    /// Begins a family: its name, its kind, and its description, which is a sentence.
     pub fn head(&mut self, name: &str, kind: &str, help: &str) {
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    /// A figure of the family that was begun last. A label without a name is left out.
+    /// Writes a figure of the last family. Labels with an empty name are skipped.
     pub fn line(&mut self, name: &str, labels: &[(&str, &str)], value: Value) {
         self.0.push_str(name);
         let mut before = '{';

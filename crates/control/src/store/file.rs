@@ -1,4 +1,4 @@
-//! The store in one file. It survives a crash at any moment: a change is on the disk before it is answered.
+//! The store in one file. It survives a crash at any moment: a change is answered only when it is on the disk.
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::{Snapshot, Store, StoreError};
 const RECORDS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("records");
 const HEAD: TableDefinition<'_, (), u64> = TableDefinition::new("head");
 
-/// What the file's pages may take in memory, bytes. It is read as a whole once; after that a change touches few pages.
+/// Most memory for cached pages of the file, bytes. The whole file is read once; after that a change touches few pages.
 const CACHE: usize = 16 << 20;
 
 /// A store in one file.
@@ -26,10 +26,10 @@ struct Inner {
 }
 
 impl FileStore {
-    /// Opens the file, or makes it, so that only its owner reads it: it has the secrets of groups.
+    /// Opens the file, or makes it. Only its owner may read it, because it contains the secrets of groups.
     ///
     /// # Errors
-    /// It cannot be opened, is no store, or another process has it.
+    /// It cannot be opened, is not a store, or is in use by another process.
     pub fn open(path: &Path) -> Result<FileStore, StoreError> {
         let broken =
             |e: &dyn std::fmt::Display| StoreError::Broken(format!("{} cannot be opened: {e}", path.display()));
@@ -49,7 +49,7 @@ impl FileStore {
         }
     }
 
-    /// Does what waits for the disk on a thread that may wait.
+    /// Runs a function that waits for the disk on a thread that may block.
     async fn on_disk<T: Send + 'static>(
         &self,
         f: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,

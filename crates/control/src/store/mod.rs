@@ -1,4 +1,5 @@
-//! Where a fleet's state is kept: records with keys, and how many changes made them. A change is kept as a whole or not at all.
+//! Storage of a fleet's state: records with keys, and the number of changes that made them. A change is kept as a whole
+//! or not at all.
 
 pub(crate) mod etcd;
 mod file;
@@ -12,10 +13,10 @@ use unirdma_fleet::Write;
 pub use etcd::EtcdStore;
 pub use file::FileStore;
 
-/// What a store has.
+/// The content of a store.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Snapshot {
-    /// How many changes made it; 0: there is no fleet yet.
+    /// The number of changes that made it; 0: there is no fleet yet.
     pub revision: u64,
     /// All records, in the order of their keys.
     pub records: Vec<Write>,
@@ -24,20 +25,20 @@ pub struct Snapshot {
 /// Why a store cannot do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// Another centre uses it.
+    /// Another process uses the store.
     #[error("{0} is in use by another `unirdma control`; one centre runs on one store in a file")]
     InUse(String),
-    /// Centres run on it.
+    /// A centre runs on the store.
     #[error(
         "the centre at {url} runs on {name}; end all centres of the fleet first, and wait 5 s if one of them was killed"
     )]
     Runs {
-        /// What it is called.
+        /// The store's name.
         name: String,
-        /// Where one of them is reached.
+        /// The URL of one of the centres.
         url: String,
     },
-    /// It has another revision than the centre believed.
+    /// The store has another revision than the centre expected.
     #[error("the store is at revision {has}, not at {expected}: another centre changed it")]
     Moved {
         /// The revision that it has.
@@ -48,15 +49,15 @@ pub enum StoreError {
     /// Another centre was elected to make changes.
     #[error("another centre allocates by now")]
     Deposed,
-    /// It does not answer. A change may have been kept all the same.
+    /// The store does not answer. It may have kept the change.
     #[error("the store {name} does not answer: {why}")]
     Away {
-        /// What it is called.
+        /// The store's name.
         name: String,
-        /// What happened.
+        /// The error.
         why: String,
     },
-    /// It cannot be read or written.
+    /// The store cannot be read or written.
     #[error("the store {0}")]
     Broken(String),
 }
@@ -64,19 +65,19 @@ pub enum StoreError {
 /// A store of a fleet's state.
 #[tonic::async_trait]
 pub trait Store: Send + Sync {
-    /// All that it has.
+    /// All records, and the revision.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The store cannot be read.
     async fn load(&self) -> Result<Snapshot, StoreError>;
 
-    /// Keeps what leads from one revision to a later one. The store has `from` until then, and `to` afterwards.
+    /// Keeps the writes that lead from revision `from` to a later revision `to`.
     ///
     /// # Errors
-    /// It cannot be kept. Nothing was changed, but for [`StoreError::Away`], after which that is not known.
+    /// The writes cannot be kept. Nothing was changed, except perhaps after [`StoreError::Away`].
     async fn advance(&self, from: u64, to: u64, writes: &[Write]) -> Result<(), StoreError>;
 
-    /// Keeps a change: the store had the revision before `revision`, and has this one then.
+    /// Keeps one change, which leads from the revision before to `revision`.
     ///
     /// # Errors
     /// As [`Store::advance`].
@@ -84,21 +85,21 @@ pub trait Store: Send + Sync {
         self.advance(revision.saturating_sub(1), revision, writes).await
     }
 
-    /// What it is called, without what is secret.
+    /// The store's name, without passwords.
     fn name(&self) -> String;
 }
 
 /// A store that was opened.
 #[derive(Clone)]
 pub enum Opened {
-    /// Of one centre.
+    /// A file, for one centre.
     File(Arc<FileStore>),
-    /// Of several centres.
+    /// etcd, for several centres.
     Etcd(Arc<EtcdStore>),
 }
 
 impl Opened {
-    /// What every store does.
+    /// The store as a trait object.
     pub fn store(&self) -> &dyn Store {
         match self {
             Opened::File(s) => &**s,
@@ -106,13 +107,13 @@ impl Opened {
         }
     }
 
-    /// All that it has, if no centre runs on it.
+    /// All records, provided that no centre runs on the store.
     ///
     /// # Errors
-    /// A centre does, or it cannot be read.
+    /// A centre runs on it, or it cannot be read.
     pub async fn load_at_rest(&self) -> Result<Snapshot, StoreError> {
         match self {
-            // Whoever has it open is the only one.
+            // Only one process can have the file open.
             Opened::File(s) => s.load().await,
             Opened::Etcd(s) => {
                 let (_, snapshot, news) = s.read().await?;
@@ -126,10 +127,11 @@ impl Opened {
     }
 }
 
-/// Opens the store that `--store` names: a file, by default `fleet.redb` in the centre's directory, or `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`.
+/// Opens the store that `--store` names: a file, by default `fleet.redb` in the centre's directory, or
+/// `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`.
 ///
 /// # Errors
-/// It cannot be opened, or another centre uses it.
+/// It cannot be opened, or another process uses it.
 pub fn open(text: Option<&str>, dir: &Path) -> Result<Opened, StoreError> {
     if let Some(path) = path(text, dir) {
         return Ok(Opened::File(Arc::new(FileStore::open(&path)?)));
@@ -143,7 +145,7 @@ pub fn open(text: Option<&str>, dir: &Path) -> Result<Opened, StoreError> {
     }
 }
 
-/// Where a store is, if `--store` names one in a file.
+/// The path of the store, if it is a file.
 pub fn path(text: Option<&str>, dir: &Path) -> Option<PathBuf> {
     match text {
         None => Some(dir.join("fleet.redb")),

@@ -16,7 +16,7 @@ fn many(n: usize) -> Vec<Write> {
     (0..n).map(|n| put(&format!("object/vrnic/n{n:05}"), &"x".repeat(200))).collect()
 }
 
-/// What every store does. `open` opens it anew; the one before is closed then.
+/// Tests any kind of store. `open` opens it again, after the former one was closed.
 async fn a_store_keeps_what_it_is_given(open: &dyn Fn() -> Opened) {
     let opened = open();
     let store = opened.store();
@@ -43,7 +43,7 @@ async fn a_store_keeps_what_it_is_given(open: &dyn Fn() -> Opened) {
     store.commit(5, &[put("object/vrnic/c", "5")]).await.unwrap();
     let records = vec![put("meta", "m"), put("object/vrnic/b", "3"), put("object/vrnic/c", "5")];
     assert_eq!(store.load().await.unwrap(), Snapshot { revision: 5, records });
-    // What comes from another store has its revision.
+    // A copy from another store sets the revision.
     let e = store.advance(0, 900, &[put("x", "1")]).await.unwrap_err();
     assert!(matches!(e, StoreError::Moved { has: 5, expected: 0 }), "{e}");
     store.advance(5, 900, &many(1_000)).await.unwrap();
@@ -103,7 +103,7 @@ async fn what_etcd_toml_says_is_checked() {
     std::fs::remove_dir_all(dir).unwrap();
 }
 
-/// The etcd that `cargo xtask test --only etcd` has started, with a prefix of this test's own.
+/// The etcd that `cargo xtask test --only etcd` has started, with a separate prefix for this test.
 fn etcd(prefix: &str) -> EtcdStore {
     let address = std::env::var("UNIRDMA_TEST_ETCD").expect("run this by `cargo xtask test --only etcd`");
     let none = std::env::temp_dir().join("unirdma-no-etcd-toml");
@@ -156,7 +156,7 @@ async fn etcd_tells_followers_each_change_once_and_as_a_whole() {
     a.commit(3, &many(5_000)).await.unwrap();
     a.commit(4, &[put("y", "1")]).await.unwrap();
     a.end(lease).await.unwrap();
-    // What a follower knows: the state, who allocates, and which centres there are.
+    // State of a follower: the records, the centre that allocates, and the centres that exist.
     let known =
         |records: Vec<Write>| -> BTreeMap<String, Write> { records.into_iter().map(|w| (w.key.clone(), w)).collect() };
     let (mut at, mut state) = (snapshot.revision, known(snapshot.records));
@@ -164,7 +164,8 @@ async fn etcd_tells_followers_each_change_once_and_as_a_whole() {
     while at < 4 || !centres.is_empty() || !(listed || allocators.contains(&None)) {
         let news = match b.next(&mut follower).await {
             Ok(news) => news,
-            // The pieces of the large change were gone before the follower looked: it reads everything, and knows no more than that.
+            // The pieces of the large change were removed before the follower read them. It reads everything, and knows
+            // no more than that.
             Err(Lost::Forgotten) => {
                 let (snapshot, news, again) = b.list().await.unwrap();
                 assert!((3..=4).contains(&snapshot.revision));
@@ -205,11 +206,11 @@ async fn etcd_tells_followers_each_change_once_and_as_a_whole() {
 async fn etcd_keeps_a_large_change_whose_centre_died_before_or_after_it_held() {
     let (a, b) = (etcd("torn"), etcd("torn"));
     a.commit(1, &[put("meta", "m")]).await.unwrap();
-    // Died before: nothing of it is there, and what it left is taken away.
+    // The centre died before the change was made: no record of it is there, and its pieces are removed.
     a.stage_only(2, &many(300)).await;
     assert_eq!(b.load().await.unwrap().records, [put("meta", "m")]);
     b.commit(2, &[put("x", "1")]).await.unwrap();
-    // Died after: all of it is there, also for the next change.
+    // The centre died after the change was made: all records are there, also for the next change.
     let pieces = a.stage_only(3, &many(300)).await;
     a.hold_only(3, pieces).await;
     let all = etcd("torn").load().await.unwrap();

@@ -1,5 +1,6 @@
-//! Every call with random and with nearly right messages. The calls are those of the compiled .proto file and of the OpenAPI document, so a
-//! new one is tried from the day on which it is there. Messages are made of the descriptors of their fields, then some are spoilt.
+//! Sends random and nearly valid messages to every call. The calls are taken from the compiled .proto file and from the
+//! OpenAPI document, so new calls are included automatically. Messages are made from the descriptors of their fields;
+//! some are then corrupted.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -222,7 +223,7 @@ fn frame(dice: &mut Dice, message: &[u8]) -> Vec<u8> {
     out
 }
 
-/// What came back: status of HTTP, that of gRPC if there is one, and the body.
+/// An answer: the HTTP status, the gRPC status if there is one, and the body.
 struct Answer {
     http: u16,
     grpc: Option<String>,
@@ -296,7 +297,7 @@ async fn fleet_of_two() -> (Lab, Channel, Channel) {
     (lab, admin, host)
 }
 
-/// What there is at the beginning of each round, unless it contradicts what the round before has left.
+/// Objects applied at the beginning of each round, unless they contradict the state left by the round before.
 fn objects() -> Vec<Object> {
     let host = |name: &str| v1::Host { name: name.into(), ..Default::default() }.into();
     let rule = v1::Rule { name: "r".into(), from: "group:blue".into(), to: "vrnic:b".into(), ..Default::default() };

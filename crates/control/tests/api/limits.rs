@@ -1,4 +1,4 @@
-//! What callers may have at a time: connections, calls, and bytes that are under way. Whoever has too much keeps out only itself.
+//! Limits of each caller: connections, calls, and bytes under way. A caller that exceeds a limit excludes only itself.
 
 use axum::body::{Body, Bytes};
 use axum::http::{Request as Asked, Response as Answered};
@@ -32,7 +32,7 @@ fn begin(channel: &Channel, url: &str, call: &str, token: &str) -> (Sender, Answ
     (send, tokio::spawn(call))
 }
 
-/// What an answer says, which comes soon.
+/// The gRPC status in the head of an answer, which must arrive within 20 s.
 async fn said(answer: Answering) -> Status {
     let answer = tokio::time::timeout(Duration::from_secs(20), answer).await.expect("no answer").unwrap().unwrap();
     Status::from_header_map(answer.headers()).expect("the call goes on")
@@ -43,7 +43,7 @@ fn head(length: usize) -> Bytes {
     [&[0][..], &u32::try_from(length).unwrap().to_be_bytes()].concat().into()
 }
 
-/// Sends so much of a message that is longer, until nobody takes it any more. Gives how much was taken.
+/// Sends at most `most` bytes of a longer message, until nobody reads for 1 s. Returns the number of bytes sent.
 async fn feed(send: &Sender, most: usize) -> usize {
     let piece = Bytes::from(vec![b'\n'; MIB / 16]);
     let mut sent = 0;
@@ -77,7 +77,7 @@ async fn a_call_is_refused_by_its_head_before_its_body_comes() {
         let taken = feed(&send, 15 * MIB).await;
         assert!(taken < 2 * MIB, "{call}: {taken} bytes were taken of a call that is refused");
     }
-    // Who joins shows its token in the body, which is short.
+    // A join request has no header with a token: the token is in the body, which is limited to 32 KiB.
     let (send, answer) = begin(&stranger, &lab.url, "Hosts/Join", "");
     let _ = send.send(Ok(head(MIB))).await;
     assert!(feed(&send, MIB).await <= MIB);
@@ -184,7 +184,7 @@ async fn who_has_too_many_bytes_under_way_keeps_out_itself_until_they_are_gone()
         lab.http("POST /api/v1/apply", &two, format!("{{\"objects\":[{}{{}}]}}", "{},".repeat(MIB / 2)).as_bytes());
     assert!(code == 413 && answer.contains("too many parts"), "{code} {answer}");
 
-    // What is gone is given back.
+    // Ended calls return their shares.
     drop(held);
     let text = [vec![b' '; MIB], b"{}".to_vec()].concat();
     wait_until(|| lab.http("POST /api/v1/apply", &one, &text).0 == 200).await;
@@ -240,7 +240,7 @@ async fn who_opens_too_many_connections_keeps_out_neither_others_nor_who_is_know
     let mut h1 = Attached::new(lab.channel(Some(known)).await.unwrap(), 1).await.unwrap();
     assert!(h1.update().await.whole);
     let many = silent("127.0.0.2", lab.address(), CONNECTIONS + 50).await;
-    // As many as an address may have stay.
+    // Exactly as many connections as one address may have stay open.
     wait_until_closed(&many, 50).await;
     lab.apply(vec![group("blue"), vrnic("a", "blue", "h1")]).await.unwrap();
     assert!(!h1.update().await.put.is_empty(), "who is known goes on");

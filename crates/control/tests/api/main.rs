@@ -135,7 +135,7 @@ impl Lab {
         self.fleet().await.create_token(self.by(&self.admin, request)).await.unwrap().into_inner().secret
     }
 
-    /// What another centre of the fleet shows: a certificate that the authority gives to centres alone.
+    /// The identity of another centre of the fleet: a certificate that the authority issues only to centres.
     fn centre(&self) -> Identity {
         let read = |name: &str| std::fs::read_to_string(self.dir.join(name)).unwrap();
         let authority = KeyPair::from_pem(&read("authority.key")).unwrap();

@@ -1,4 +1,4 @@
-//! What a scraper reads of a centre.
+//! The page that a scraper reads from a centre.
 
 use std::collections::{BTreeMap, BTreeSet};
 

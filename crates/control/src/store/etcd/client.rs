@@ -1,4 +1,5 @@
-//! Calls of etcd. A call goes to the member that answered last; if that one does not answer, the next call goes to the next one.
+//! Calls to etcd. A call goes to the member that answered last. If that member does not answer, the next call goes to
+//! another member.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,16 +15,17 @@ use super::StoreError;
 use super::api::auth_client::AuthClient;
 use super::api::{self, kv_client::KvClient, lease_client::LeaseClient, watch_client::WatchClient};
 
-/// How long a call may take.
+/// Time limit of a call.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
-/// How often a connection with calls under way is asked whether it is still there. etcd ends one that asks more than every 5 s.
+/// Interval of pings on a connection with calls under way. etcd closes a connection that pings more often than every 5
+/// s.
 const PING: Duration = Duration::from_secs(6);
 
-/// What `etcd.toml` in the centre's directory may have. Files are meant from there.
+/// The content of `etcd.toml` in the centre's directory. Paths of files are relative to that directory.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Settings {
-    /// Certificate of the authority of etcd's members (PEM). With it the centre speaks TLS with them.
+    /// Certificate of the authority of etcd's members (PEM). If it is set, the centre uses TLS.
     authority: Option<String>,
     /// Certificate and key of the centre as etcd's client (PEM).
     certificate: Option<String>,
@@ -71,15 +73,15 @@ impl Settings {
 /// A client of etcd's members.
 pub(crate) struct Client {
     members: Vec<Channel>,
-    /// The member that is asked.
+    /// The member that calls go to.
     at: AtomicUsize,
     /// User and password.
     login: Option<(String, String)>,
-    /// What etcd gave for them.
+    /// The token that etcd gave for them.
     token: Mutex<Option<MetadataValue<Ascii>>>,
 }
 
-/// True if etcd may have done what it was asked for.
+/// True if etcd may have executed the failed request.
 pub(super) fn is_unclear(e: &Status) -> bool {
     !matches!(
         e.code(),
@@ -93,10 +95,10 @@ pub(super) fn is_unclear(e: &Status) -> bool {
 }
 
 impl Client {
-    /// A client of these members (`HOST:PORT`) with what `etcd.toml` in `dir` says. No connection is made yet.
+    /// A client of these members (`HOST:PORT`) with the settings of `etcd.toml` in `dir`. It does not connect yet.
     ///
     /// # Errors
-    /// An address is none, or the file is wrong.
+    /// An address is invalid, or the file is wrong.
     pub fn new(members: &[&str], dir: &Path) -> Result<Client, StoreError> {
         let settings = Settings::read(dir)?;
         let tls = settings.tls(dir)?;
@@ -133,7 +135,7 @@ impl Client {
         self.members[self.at.load(Ordering::Relaxed) % self.members.len()].clone()
     }
 
-    /// The next call goes to another member.
+    /// Lets the next call go to another member.
     fn next_member(&self) {
         self.at.fetch_add(1, Ordering::Relaxed);
     }
@@ -142,8 +144,8 @@ impl Client {
         *self.token.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// A watch was ended: the next call goes to another member, with a new token. A member that has been started anew knows no token of
-    /// before, and says of a watch only that it is not permitted.
+    /// Called when a watch has ended: the next call goes to another member, with a new token. A restarted member does
+    /// not know earlier tokens, and reports only that the watch is not permitted.
     pub fn lost_watch(&self) {
         self.next_member();
         self.forget_token();
@@ -162,7 +164,7 @@ impl Client {
         Ok(Some(token))
     }
 
-    /// A request as etcd wants it: with the token, and only to a member that has a leader.
+    /// A request with etcd's token, which only a member that has a leader may answer.
     async fn request<T>(&self, message: T) -> Result<Request<T>, Status> {
         let mut request = Request::new(message);
         request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
@@ -172,12 +174,12 @@ impl Client {
         Ok(request)
     }
 
-    /// Notes how a call ended.
+    /// Evaluates the result of a call.
     fn heard<T>(&self, done: Result<Result<T, Status>, tokio::time::error::Elapsed>) -> Result<T, Status> {
         let done = done.unwrap_or_else(|_| Err(silent()));
         if let Err(e) = &done {
             match e.code() {
-                // Tokens of etcd do not last.
+                // etcd's tokens expire.
                 Code::Unauthenticated => self.forget_token(),
                 _ if is_unclear(e) => self.next_member(),
                 _ => {}
@@ -200,7 +202,7 @@ impl Client {
         self.heard(tokio::time::timeout(PATIENCE, call).await)
     }
 
-    /// Makes a lease of so many seconds, and gives its number.
+    /// Makes a lease of this number of seconds. Returns its id.
     pub async fn grant(&self, seconds: i64) -> Result<i64, Status> {
         let request = self.request(api::LeaseGrantRequest { ttl: seconds, id: 0 }).await;
         let mut client = LeaseClient::new(self.channel());
@@ -216,7 +218,7 @@ impl Client {
         self.heard(tokio::time::timeout(PATIENCE, call).await)
     }
 
-    /// Prolongs a lease; false if there is none any more.
+    /// Prolongs a lease; false if it has ended.
     pub async fn keep_alive(&self, id: i64) -> Result<bool, Status> {
         let one = tokio_stream::once(api::LeaseKeepAliveRequest { id });
         let request = self.request(one).await;
@@ -226,10 +228,10 @@ impl Client {
         Ok(answer.is_some_and(|a| a.ttl > 0))
     }
 
-    /// Watches keys from a revision on. The first answer has come already.
+    /// Watches keys from a revision on. The first answer has arrived when this returns.
     pub async fn watch(&self, create: api::WatchCreateRequest) -> Result<tonic::Streaming<api::WatchResponse>, Status> {
         let first = api::WatchRequest { request_union: Some(api::watch_request::RequestUnion::CreateRequest(create)) };
-        // etcd ends a watch when the side that asked says no more.
+        // etcd ends a watch when the client ends its stream of requests.
         let requests = tokio_stream::StreamExt::chain(tokio_stream::once(first), tokio_stream::pending());
         let request = self.request(requests).await;
         let mut client = WatchClient::new(self.channel()).max_decoding_message_size(usize::MAX);

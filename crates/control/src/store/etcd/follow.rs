@@ -1,4 +1,4 @@
-//! What centres see of each other in etcd: changes as they come to hold, who allocates, and which centres there are.
+//! Following the store in etcd: new changes, the centre that allocates, and the centres that exist.
 
 use std::collections::BTreeMap;
 
@@ -7,43 +7,43 @@ use unirdma_fleet::{Write, said};
 use super::{EtcdStore, StoreError, api, compare_create, get, mvccpb, number, pieces_of, put, range_end};
 use crate::store::Snapshot;
 
-/// The election of a centre: when etcd made the key that says so. Another election has another one.
+/// The election of a centre: etcd's revision at which its key was made, which identifies the election.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Office {
     pub created: i64,
 }
 
-/// What has happened.
+/// Something that has happened in the store.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum News {
-    /// A change holds.
+    /// A change was made.
     Change { revision: u64, writes: Vec<Write> },
     /// The URL of the centre that allocates, since this revision of etcd.
     Allocator { url: Option<String>, at: i64 },
-    /// A centre has come, or is gone.
+    /// A centre has come, or has gone.
     Centre { id: String, url: Option<String> },
 }
 
-/// A key and what it is now; `None`: it is gone.
+/// A key and its present value; `None`: it was deleted.
 type Event = (String, Option<Vec<u8>>);
 
-/// Why nothing more is heard.
+/// Why following has ended.
 #[derive(Debug)]
 pub(crate) enum Lost {
-    /// What has happened since is not remembered any more: everything is to be read again.
+    /// etcd has compacted the revisions since then: everything must be read again.
     Forgotten,
     /// etcd does not answer.
     Away(StoreError),
 }
 
-/// Follows what happens in a store.
+/// A position in the history of a store.
 pub(crate) struct Follower {
     stream: tonic::Streaming<api::WatchResponse>,
-    /// etcd's revision up to which everything was heard.
+    /// etcd's revision up to which everything was received.
     pub at: i64,
 }
 
-/// Of the keys as they are: who allocates, and which centres there are.
+/// The centre that allocates and the centres that exist, as news, from all keys.
 pub(super) fn news_of(all: &BTreeMap<String, mvccpb::KeyValue>, at: i64) -> Vec<News> {
     let mut news = vec![News::Allocator { url: all.get("allocator").and_then(|kv| url_of(&kv.value)), at }];
     for (key, kv) in all.range("centre/".to_owned()..).take_while(|(k, _)| k.starts_with("centre/")) {
@@ -52,7 +52,7 @@ pub(super) fn news_of(all: &BTreeMap<String, mvccpb::KeyValue>, at: i64) -> Vec<
     news
 }
 
-/// A centre writes its lease and its URL.
+/// The URL in an entry of a centre, which is its lease and its URL.
 fn url_of(value: &[u8]) -> Option<String> {
     Some(std::str::from_utf8(value).ok()?.split_once(' ')?.1.to_owned())
 }
@@ -62,13 +62,13 @@ fn entry(lease: i64, url: &str) -> Vec<u8> {
 }
 
 impl EtcdStore {
-    /// Everything, and a follower of what comes after that.
+    /// All records, the centres, and a follower of everything after that.
     pub(crate) async fn list(&self) -> Result<(Snapshot, Vec<News>, Follower), StoreError> {
         let (at, snapshot, news) = self.read().await?;
         Ok((snapshot, news, self.follow(at).await?))
     }
 
-    /// What has happened after a revision of etcd.
+    /// A follower of everything after a revision of etcd.
     pub(crate) async fn follow(&self, at: i64) -> Result<Follower, StoreError> {
         let key = self.prefix.clone().into_bytes();
         let range_end = range_end(&key);
@@ -77,7 +77,7 @@ impl EtcdStore {
         Ok(Follower { stream, at })
     }
 
-    /// The next things that have happened.
+    /// Waits for the next news.
     pub(crate) async fn next(&self, follower: &mut Follower) -> Result<Vec<News>, Lost> {
         let away = |why: &str| Lost::Away(StoreError::Away { name: self.name.clone(), why: why.into() });
         let r = match follower.stream.message().await {
@@ -101,7 +101,7 @@ impl EtcdStore {
         if r.events.is_empty() && !r.created {
             follower.at = follower.at.max(r.header.map_or(0, |h| h.revision));
         }
-        // All events of one transaction come together.
+        // etcd sends all events of one transaction together.
         let mut steps: BTreeMap<i64, Vec<Event>> = BTreeMap::new();
         for e in r.events {
             let gone = e.r#type() == mvccpb::event::EventType::Delete;
@@ -118,7 +118,8 @@ impl EtcdStore {
         Ok(news)
     }
 
-    /// What a transaction means. Records without a head are pieces of an earlier change that were copied to their places.
+    /// The news in a transaction. Records without `head` are pieces of an earlier change, copied to their places, and
+    /// are no news.
     async fn news_of_step(&self, at: i64, step: Vec<Event>) -> Result<Vec<News>, Lost> {
         let value = |key: &str| step.iter().find(|(k, _)| k == key).and_then(|(_, v)| v.as_deref());
         let change = value("head").and_then(number).zip(value("change").and_then(pieces_of));
@@ -131,7 +132,7 @@ impl EtcdStore {
             }
             Some((revision, pieces)) => match self.staged(revision, pieces).await {
                 Ok(writes) => news.push(News::Change { revision, writes }),
-                // They were copied to their places and removed already.
+                // The pieces were copied to their places and removed already.
                 Err(StoreError::Broken(_)) => return Err(Lost::Forgotten),
                 Err(e) => return Err(Lost::Away(e)),
             },
@@ -148,7 +149,7 @@ impl EtcdStore {
         Ok(news)
     }
 
-    /// Makes a lease, and writes under it that there is this centre. Gives the lease, and the centre's id.
+    /// Makes a lease, and registers this centre under it. Returns the lease and the centre's id.
     pub(crate) async fn begin(&self, seconds: i64, url: &str) -> Result<(i64, String), StoreError> {
         let lease = self.client.grant(seconds).await.map_err(|e| self.away(&e))?;
         let id = format!("{lease:016x}");
@@ -163,12 +164,13 @@ impl EtcdStore {
         self.client.keep_alive(lease).await.map_err(|e| self.away(&e))
     }
 
-    /// Ends a lease, and with it what is written under it.
+    /// Ends a lease, which deletes the keys under it.
     pub(crate) async fn end(&self, lease: i64) -> Result<(), StoreError> {
         self.client.revoke(lease).await.map_err(|e| self.away(&e))
     }
 
-    /// Is elected, unless another centre is. Gives the revision of the fleet's last change at that moment: no other centre makes one after it.
+    /// Runs for election, unless a centre is elected. If elected, returns the revision of the fleet's last change at
+    /// that moment: after it, no other centre makes a change.
     pub(crate) async fn campaign(&self, lease: i64, url: &str) -> Result<Option<(Office, u64)>, StoreError> {
         let key = self.key("allocator");
         let request = api::TxnRequest {
@@ -185,7 +187,7 @@ impl EtcdStore {
         let (holder, head) = (found.next().flatten(), found.next().flatten());
         let created = match holder {
             _ if done.succeeded => now,
-            // An attempt before this one, whose answer was lost.
+            // An earlier attempt succeeded, but its answer was lost.
             Some(kv) if kv.value == entry(lease, url) => kv.create_revision,
             _ => return Ok(None),
         };
@@ -193,14 +195,14 @@ impl EtcdStore {
         Ok(Some((Office { created }, head)))
     }
 
-    /// Changes are made in this office from now on; `None`: by others.
+    /// Sets the election in which this centre makes changes. `None`: another centre makes them.
     pub(crate) async fn set_office(&self, office: Option<Office>) {
-        // What a centre before it has left is finished first.
+        // The next change first completes the unfinished work of the centre before.
         *self.settled.lock().await = false;
         *self.office.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = office;
     }
 
-    /// Writes the pieces of a change, and nothing more, as a centre does that dies then.
+    /// Writes only the pieces of a change, like a centre that dies at that point.
     #[cfg(test)]
     pub(crate) async fn stage_only(&self, revision: u64, writes: &[Write]) -> u32 {
         let pieces = super::pieces(writes);
@@ -211,7 +213,7 @@ impl EtcdStore {
         u32::try_from(pieces.len()).unwrap()
     }
 
-    /// Makes a change of pieces hold, and nothing more.
+    /// Only makes `head` name a change whose pieces are written.
     #[cfg(test)]
     pub(crate) async fn hold_only(&self, revision: u64, pieces: u32) {
         let deadline = std::time::Instant::now() + super::PERSISTENCE;

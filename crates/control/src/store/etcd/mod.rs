@@ -1,14 +1,16 @@
-//! The store in etcd, for several centres. Under its prefix there are
+//! The store in etcd, which several centres can share. Keys under its prefix:
 //!
 //! * `record/KEY`: a record;
-//! * `head`: the revision of the last change that holds, and `change`: in how many pieces it was made, and by which attempt;
+//! * `head`: the revision of the last change; `change`: the number of its pieces, and the attempt that made it;
 //! * `stage/REVISION/N`: the pieces of a change that is too large for one transaction;
-//! * `allocator`: the URL of the centre that allocates, on its lease, and `centre/ID`: that of each centre, on its lease.
+//! * `allocator`: the URL of the centre that allocates; `centre/ID`: the URL of each centre. Each is attached to its
+//!   centre's lease.
 //!
-//! A change holds once `head` names it, which one transaction does that compares `head` with the revision before and `allocator` with the
-//! creation that made the writer the one that allocates. A small change has its records in the same transaction. A large one has its pieces
-//! written before that, and its records afterwards: whoever reads in between takes them from the pieces, and whoever makes the next change copies
-//! first what is left of them ([`EtcdStore::settle`]). So does one that begins to allocate.
+//! A change is made by the transaction that makes `head` name it. The transaction compares `head` with the revision
+//! before, and the creation revision of `allocator` with the writer's election. A small change has its records in the
+//! same transaction. The pieces of a large change are written before it, and its records are copied from them
+//! afterwards. A reader takes records that are not copied yet from the pieces. The next change, or a newly elected
+//! centre, first copies the rest ([`EtcdStore::settle`]).
 
 mod client;
 mod follow;
@@ -42,12 +44,12 @@ mod staged {
     include!(concat!(env!("OUT_DIR"), "/unirdma.staged.rs"));
 }
 
-/// Most operations of a transaction, of etcd's 128, and most bytes, of its 1.5 MiB.
+/// Most operations of a transaction (etcd allows 128), and most bytes (etcd allows 1.5 MiB).
 const MAX_OPS: usize = 120;
 const MAX_BYTES: usize = 1 << 20;
-/// Keys of one answer.
+/// Keys in one answer.
 const PAGE: i64 = 1_000;
-/// How long a change tries to be kept.
+/// How long a change is retried.
 const PERSISTENCE: Duration = Duration::from_secs(5);
 /// Time between two attempts.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -58,26 +60,26 @@ pub struct EtcdStore {
     name: String,
     /// Ends in `/`.
     prefix: String,
-    /// The election that this centre has won. `None`: nobody is elected, as when a fleet is made.
+    /// The election that this centre has won. `None`: it is not elected, as when a fleet is made.
     office: Mutex<Option<Office>>,
-    /// Held while a change is made. True if all pieces of the last one are copied.
+    /// Locked while a change is made. True if all pieces of the last change are copied.
     settled: tokio::sync::Mutex<bool>,
 }
 
-/// What a transaction came to.
+/// Result of a transaction.
 enum Decision {
     Done,
-    /// Head is another one: its revision.
+    /// `head` has another revision, which is given.
     Moved(u64),
     /// Another centre was elected.
     Deposed,
 }
 
 impl EtcdStore {
-    /// The store of an address: what follows `etcd://`.
+    /// The store at an address: the text after `etcd://`.
     ///
     /// # Errors
-    /// It is none, or `etcd.toml` in `dir` is wrong.
+    /// The address is invalid, or `etcd.toml` in `dir` is wrong.
     pub fn open(address: &str, dir: &Path) -> Result<EtcdStore, StoreError> {
         let wrong = |what: &str| Err(StoreError::Broken(format!("cannot be used: {what}")));
         let (members, prefix) = address.split_once('/').unwrap_or((address, ""));
@@ -119,14 +121,14 @@ impl EtcdStore {
         StoreError::Broken(format!("{}: {what}; restore it from a backup", self.name))
     }
 
-    /// All keys under `start`, as they were at one moment: etcd's revision, and for each its value and the revision that made it.
+    /// All keys under `start` at one moment: etcd's revision then, and each key's value and revisions.
     async fn pages(&self, start: &str) -> Result<(i64, BTreeMap<String, mvccpb::KeyValue>), StoreError> {
         let mut attempt = 0;
         loop {
             attempt += 1;
             match self.read_pages(start).await {
                 Ok(all) => return Ok(all),
-                // Compacted meanwhile, or another member is to be asked.
+                // The revision was compacted meanwhile, or another member must be asked.
                 Err(_) if attempt <= self.client.members() => tokio::time::sleep(PAUSE).await,
                 Err(e) => return Err(self.away(&e)),
             }
@@ -157,7 +159,7 @@ impl EtcdStore {
         }
     }
 
-    /// All that there is, and etcd's revision at which it was so.
+    /// All records and centres, and etcd's revision of this state.
     pub(super) async fn read(&self) -> Result<(i64, Snapshot, Vec<News>), StoreError> {
         let (at, mut all) = self.pages("").await?;
         let news = follow::news_of(&all, at);
@@ -207,13 +209,13 @@ impl EtcdStore {
         *self.office.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True of the writer: it is still elected.
+    /// The condition that this centre is still elected.
     fn fence(&self) -> Vec<api::Compare> {
         let office = self.office();
         office.map(|o| compare_create(self.key("allocator"), o.created)).into_iter().collect()
     }
 
-    /// A transaction that only the elected centre makes. Repeated until it is clear what came of it.
+    /// A transaction that succeeds only while this centre is elected. It is repeated until its result is known.
     async fn fenced(&self, ops: Vec<api::RequestOp>, deadline: Instant) -> Result<(), StoreError> {
         let request = api::TxnRequest { compare: self.fence(), success: ops, failure: Vec::new() };
         loop {
@@ -226,7 +228,8 @@ impl EtcdStore {
         }
     }
 
-    /// Makes `to` the head instead of `from` with these operations. An attempt whose answer was lost is known by what it left in `change`.
+    /// Replaces `from` by `to` in `head`, together with these operations. `change` tells whether an attempt whose
+    /// answer was lost has succeeded.
     async fn decide(
         &self,
         (from, to): (u64, u64),
@@ -277,7 +280,7 @@ impl EtcdStore {
         }
     }
 
-    /// Copies the pieces of the last change to their places, and removes pieces of changes that never held.
+    /// Copies the pieces of the last change to their places, and removes the pieces of changes that were never made.
     async fn settle(&self) -> Result<(), StoreError> {
         let (_, snapshot) = self.pages("head").await?;
         let (_, change) = self.pages("change").await?;
@@ -292,7 +295,7 @@ impl EtcdStore {
                 Some(part) => self.fenced(part.iter().map(|w| self.op(w)).collect(), deadline).await,
                 None => Ok(()),
             };
-            // Several at a time: etcd writes them to its disk together.
+            // Several transactions at a time, which etcd writes to its disk together.
             while let Some(first) = parts.next() {
                 let (a, b, c) = (copy(parts.next()), copy(parts.next()), copy(parts.next()));
                 tokio::try_join!(copy(Some(first)), a, b, c)?;
@@ -315,7 +318,7 @@ impl EtcdStore {
     }
 }
 
-/// Writes in parts that fit into a transaction.
+/// Splits writes into parts that fit into a transaction.
 fn parts(writes: &[Write]) -> impl Iterator<Item = &[Write]> {
     let mut rest = writes;
     std::iter::from_fn(move || {
@@ -335,7 +338,7 @@ fn size(w: &Write) -> usize {
     w.key.len() + w.value.as_ref().map_or(0, Vec::len) + 64
 }
 
-/// Writes as pieces to be staged.
+/// Encodes writes as pieces for `stage/`.
 fn pieces(writes: &[Write]) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     let (mut piece, mut bytes) = (staged::Piece::default(), 0);
@@ -384,7 +387,7 @@ impl Store for EtcdStore {
             Decision::Deposed => return Err(StoreError::Deposed),
         }
         if !*settled {
-            // The change holds, whatever becomes of this. If it fails, the next change begins with it.
+            // The change is made already. If copying fails, the next change begins with it.
             match self.settle().await {
                 Ok(()) => *settled = true,
                 Err(e) => tracing::warn!("a change was kept, and is copied to its place later: {e}"),
@@ -406,12 +409,12 @@ fn number(value: &[u8]) -> Option<u64> {
     std::str::from_utf8(value).ok()?.parse().ok()
 }
 
-/// In how many pieces a change was made.
+/// The number of pieces in which a change was made.
 fn pieces_of(value: &[u8]) -> Option<u32> {
     std::str::from_utf8(value).ok()?.split(' ').next()?.parse().ok()
 }
 
-/// The first key behind all that begin with this one.
+/// The first key after all keys that begin with `start`.
 fn range_end(start: &[u8]) -> Vec<u8> {
     let mut end = start.to_vec();
     if let Some(last) = end.last_mut() {
@@ -437,7 +440,7 @@ fn op(request: api::request_op::Request) -> api::RequestOp {
     api::RequestOp { request: Some(request) }
 }
 
-/// True if a key was made at this revision of etcd; 0: there is none.
+/// The condition that a key was made at this revision of etcd; 0: that it does not exist.
 fn compare_create(key: Vec<u8>, created: i64) -> api::Compare {
     api::Compare {
         result: api::compare::CompareResult::Equal.into(),
