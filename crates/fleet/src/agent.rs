@@ -1,15 +1,19 @@
-//! A host's half of the conversation with the centre (`Hosts.Attach`): what is in force, what is still to be done on the host, and when to
-//! connect, to speak and to give a connection up.
+//! A host's half of the protocol with the centre (`Hosts.Attach`): the state in force, the work left to do on the host,
+//! and the times to connect, to send and to close a connection.
 //!
-//! No socket, file, clock or thread: the caller gives times in milliseconds, connects when [`Agent::poll_connect`] says so, and then calls
+//! It has no socket, file, clock or thread. The caller passes times in milliseconds, connects when
+//! [`Agent::poll_connect`] says so, and calls
 //!
-//! * for what happens [`Agent::connected`], [`Agent::handle`], [`Agent::disconnected`], [`Agent::carried`] and [`Agent::ask`],
-//! * and after each of these, and when [`Agent::poll_timeout`] has come, the `poll_` methods: messages to send ([`Agent::poll_message`]), a
-//!   reason to close the connection ([`Agent::poll_close`]), what is to be kept on disk ([`Agent::poll_record`]), what is to be done on the host
-//!   ([`Agent::poll_work`]), and answers to whoever asked ([`Agent::poll_answer`]).
+//! * on events: [`Agent::connected`], [`Agent::handle`], [`Agent::disconnected`], [`Agent::carried`] and
+//!   [`Agent::ask`];
+//! * after each event, and when [`Agent::poll_timeout`] has come, the `poll_` methods: messages to send
+//!   ([`Agent::poll_message`]), a reason to close the connection ([`Agent::poll_close`]), records to keep on disk
+//!   ([`Agent::poll_record`]), work on the host ([`Agent::poll_work`]), and answers to requests
+//!   ([`Agent::poll_answer`]).
 //!
-//! What the centre tells is a table of pieces, each with a key. An update changes some of them, and is put in force whole or not at all. What
-//! the host is to do follows from the table alone: a piece that is other than it was is to be made so, again and again until that succeeds.
+//! The centre's messages describe a table of pieces, each with a key. An update changes some of them, and is put in
+//! force completely or not at all. The work on the host follows from the table alone: each changed piece is applied,
+//! and retried until that succeeds.
 
 mod pieces;
 
@@ -21,58 +25,58 @@ use crate::v1::{self, from_host, item::Item, to_host};
 
 /// Version of the messages.
 const PROTOCOL: u32 = 1;
-/// A centre that has said nothing for so long is gone. It says something every 2 s.
+/// A centre that has been silent for this time is gone. It sends something every 2 s.
 const SILENCE_MS: u64 = 10_000;
 /// First and longest pause before another connection.
 const FIRST_PAUSE_MS: u64 = 200;
 const LAST_PAUSE_MS: u64 = 15_000;
-/// A connection that lasted so long was a good one: the pause after it is the first one.
+/// A connection that lasted this long was good: the pause after it is the first one.
 const STEADY_MS: u64 = 10_000;
-/// What could not be done is tried again after this time.
+/// Pause before failed work is tried again.
 const RETRY_MS: u64 = 3_000;
-/// How long a question that a lost connection left open is asked again with the next one.
+/// How long a question that a lost connection left unanswered is asked again on new connections.
 const ASK_MS: u64 = 20_000;
 /// Most pieces of one update.
 const MAX_PIECES: usize = 4_000_000;
-/// Most problems that are told.
+/// Most problems that are reported.
 const MAX_PROBLEMS: usize = 100;
 
-/// What a host says of itself.
+/// A host's description of itself.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     /// Version of its program.
     pub version: String,
     /// Addresses at which other hosts reach it.
     pub addresses: Vec<String>,
-    /// Another number whenever it is started anew.
+    /// A different number after each start of the program.
     pub instance: u64,
 }
 
-/// A piece that is to be made what it says on the host.
+/// A piece of work: a piece to apply on the host, or to remove from it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     /// Its key.
     pub key: Key,
-    /// What it is; `None`: it is to go.
+    /// The piece; `None`: it must be removed.
     pub item: Option<Item>,
-    /// A vRNIC is to go also if programs use it.
+    /// Remove the vRNIC even if programs use it.
     pub force: bool,
 }
 
-/// What there is to know, for people.
+/// The state of the connection and of the update, for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Status {
     /// It is connected.
     pub connected: bool,
-    /// For how long it is, or is not.
+    /// For how long it has been connected, or not connected.
     pub for_ms: u64,
-    /// Why it is not.
+    /// Why it is not connected.
     pub why: String,
-    /// The revision in force, and the number of the centre's state that it counts in.
+    /// The revision in force. It counts changes of `fleet`.
     pub revision: u64,
-    /// See `revision`.
+    /// The number of the centre's state.
     pub fleet: String,
-    /// What could not be done, a line each.
+    /// Failed work, and other problems; a line each.
     pub problems: Vec<String>,
 }
 
@@ -83,22 +87,22 @@ enum Link {
     Connected { since: u64, heard: u64 },
 }
 
-/// Parts of an update that have come.
+/// Received parts of an incomplete update.
 struct Coming {
     fleet: String,
     revision: u64,
     whole: bool,
     put: BTreeMap<Key, Item>,
-    /// With `force`.
+    /// Removed pieces, with `force`.
     gone: BTreeMap<Key, bool>,
 }
 
 /// A change that was asked for.
 struct Asked {
     change: v1::ask::Change,
-    /// When it is not asked again any more.
+    /// The question is answered with an error if it is still unanswered then.
     until: u64,
-    /// It was asked on a connection before, and may have been done.
+    /// It was asked on an earlier connection, too, so it may have been done already.
     again: bool,
 }
 
@@ -114,43 +118,43 @@ pub struct Agent {
     fleet: String,
     revision: u64,
     items: BTreeMap<Key, Item>,
-    /// How many peers are on each other host.
+    /// Number of peers on each other host.
     peers_on: BTreeMap<String, u32>,
-    /// vRNICs that the centre of another store has made, and this one does not know.
+    /// vRNICs made by the centre of another store and unknown to the present one.
     orphans: BTreeSet<String>,
-    /// vRNICs of the host that the centre does not know of.
+    /// vRNICs of the host that the centre does not know.
     own: Vec<v1::Vrnic>,
     link: Link,
-    /// Connections that have failed one after the other.
+    /// Number of failed connections in a row.
     attempts: u32,
     random: u64,
     coming: Option<Coming>,
-    /// To be done, with `force`.
+    /// Pieces to be applied or removed, with `force`.
     due: BTreeMap<Key, bool>,
     failed: BTreeMap<Key, Failed>,
-    /// Work was handed out, and its end has not been told.
+    /// Work was handed out, and its result has not been reported yet.
     working: bool,
-    /// Why an update was refused: the next connection asks for everything.
+    /// Why an update was refused. If set, the next connection asks for everything.
     refused: Option<String>,
     close: Option<String>,
     out: VecDeque<v1::FromHost>,
     records: VecDeque<v1::Update>,
-    /// Asked, and not answered by the centre.
+    /// Questions that the centre has not answered yet.
     asked: BTreeMap<u64, Asked>,
     next_ask: u64,
-    /// Answered, but what is to be done for it is not done yet.
+    /// Answers whose work on the host may not be done yet.
     answered: VecDeque<(u64, Result<Option<v1::Vrnic>, String>)>,
     reported: BTreeMap<String, v1::VrnicState>,
-    /// Revision and problems that the centre has been told.
+    /// Revision and problems that the centre was told last.
     applied: Option<(u64, Vec<String>)>,
 }
 
 impl Agent {
-    /// A host that has kept these records: those of [`Agent::poll_record`], from a whole one on, in their order. Everything in them is to be
-    /// done. `seed` makes pauses differ from those of other hosts.
+    /// An agent that continues from the kept records of [`Agent::poll_record`], in their order, from a whole one on.
+    /// Every piece in them is applied again. `seed` makes its pauses differ from other hosts' pauses.
     ///
     /// # Errors
-    /// What is wrong with a record.
+    /// A record is wrong: the reason.
     pub fn new(config: Config, kept: impl IntoIterator<Item = v1::Update>, seed: u64) -> Result<Agent, String> {
         let mut agent = Agent {
             config,
@@ -180,20 +184,21 @@ impl Agent {
         for record in kept {
             agent.take_update(record)?;
         }
-        // What is in force on the disk is there already.
+        // These records are on disk already. Removed pieces need no work.
         agent.records.clear();
         agent.due.retain(|k, _| agent.items.contains_key(k));
         Ok(agent)
     }
 
-    /// All of its own vRNICs that the host's administrator has made without the centre; they are announced with the next connection.
+    /// Sets the vRNICs that the host's administrator has made without the centre. They are announced on the next
+    /// connection.
     pub fn set_own(&mut self, own: Vec<v1::Vrnic>) {
         self.own = own;
     }
 
     // --- the connection ---
 
-    /// True if it is time to connect. The end of that is told by [`Agent::connected`] or [`Agent::disconnected`].
+    /// True if it is time to connect. The result is reported by [`Agent::connected`] or [`Agent::disconnected`].
     pub fn poll_connect(&mut self, now: u64) -> bool {
         let Link::Away { since, retry_at, why } = &mut self.link else { return false };
         if now < *retry_at {
@@ -203,7 +208,7 @@ impl Agent {
         true
     }
 
-    /// There is a connection. `clock_ms` is the host's clock, milliseconds since 1970.
+    /// A connection was made. `clock_ms` is the host's clock, milliseconds since 1970.
     pub fn connected(&mut self, now: u64, clock_ms: u64) {
         self.link = Link::Connected { since: now, heard: now };
         self.close = None;
@@ -224,7 +229,8 @@ impl Agent {
             vrnics,
             clock_ms,
         }));
-        // The centre that was asked may have died before or after it did so. Asking for what is so already changes nothing.
+        // The centre that was asked may have died before or after it made the change. Repeating a change that is made
+        // already does no harm.
         self.give_up_asking(now);
         let again: Vec<_> = self.asked.iter().map(|(id, a)| (*id, a.change.clone())).collect();
         for (id, change) in again {
@@ -233,7 +239,7 @@ impl Agent {
         self.tell_applied();
     }
 
-    /// Answers what was asked too long ago.
+    /// Answers questions that are too old with an error.
     fn give_up_asking(&mut self, now: u64) {
         let late: Vec<u64> = self.asked.iter().filter(|(_, a)| a.until <= now).map(|(id, _)| *id).collect();
         for id in late {
@@ -243,7 +249,7 @@ impl Agent {
         }
     }
 
-    /// There is no connection, or none could be made.
+    /// The connection has ended, or could not be made.
     pub fn disconnected(&mut self, now: u64, why: String) {
         let since = match &self.link {
             Link::Connected { since, .. } => {
@@ -256,7 +262,8 @@ impl Agent {
         };
         let pause = (FIRST_PAUSE_MS << self.attempts.min(10)).min(LAST_PAUSE_MS);
         self.attempts += 1;
-        // From half to one and a half of it, so that a thousand hosts do not come at once.
+        // The pause is randomized between half and one and a half of it, so that a thousand hosts do not connect at
+        // once.
         let retry_at = now + pause / 2 + self.draw() % pause;
         self.link = Link::Away { since, retry_at, why };
         (self.close, self.coming) = (None, None);
@@ -266,14 +273,14 @@ impl Agent {
     }
 
     fn draw(&mut self) -> u64 {
-        // xorshift64: a pause needs no better one.
+        // xorshift64 is good enough for pauses.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         self.random
     }
 
-    /// Why the connection is to be closed, if it is.
+    /// The reason to close the connection; `None`: keep it.
     pub fn poll_close(&mut self, now: u64) -> Option<String> {
         if let Link::Connected { heard, .. } = self.link
             && now >= heard + SILENCE_MS
@@ -283,7 +290,7 @@ impl Agent {
         self.close.take()
     }
 
-    /// When the `poll_` methods are to be called again even if nothing happens.
+    /// When the `poll_` methods must be called again at the latest.
     pub fn poll_timeout(&self) -> Option<u64> {
         let link = match &self.link {
             Link::Away { retry_at, .. } => Some(*retry_at),
@@ -303,7 +310,7 @@ impl Agent {
         self.out.push_back(v1::FromHost { message: Some(message) });
     }
 
-    /// The centre says something.
+    /// Handles a message of the centre.
     pub fn handle(&mut self, now: u64, message: v1::ToHost) {
         let Link::Connected { heard, .. } = &mut self.link else { return };
         *heard = now;
@@ -318,7 +325,7 @@ impl Agent {
             }
             Some(to_host::Message::Reply(reply)) => {
                 if let Some(asked) = self.asked.remove(&reply.id) {
-                    // The centre that was asked first may have removed it.
+                    // A repeated removal may be refused because it was made the first time.
                     let gone = matches!(&asked.change, v1::ask::Change::Remove(v) if asked.again && !self.items.contains_key(&Key::Vrnic(v.clone())));
                     let answer = if reply.error.is_empty() || gone { Ok(reply.vrnic) } else { Err(reply.error) };
                     self.answered.push_back((reply.id, answer));
@@ -326,7 +333,7 @@ impl Agent {
             }
             Some(to_host::Message::Refused(why)) => {
                 self.close = Some(format!("it refuses this host: {why}"));
-                // It will hardly change its mind at once.
+                // The refusal will probably last, so the pause before the next connection is long.
                 self.attempts = self.attempts.max(6);
             }
             Some(to_host::Message::Alive(alive)) => self.holds_for(alive.revision),
@@ -335,8 +342,8 @@ impl Agent {
         self.tell_applied();
     }
 
-    /// What the centre has told holds for this revision, too: the next connection begins with it. The centre knows that it is in force, so
-    /// it is not told.
+    /// The state in force holds for this revision, too, so the next hello has this revision. The centre knows that
+    /// already, and is not told.
     fn holds_for(&mut self, revision: u64) {
         if revision <= self.revision || self.revision == 0 || self.coming.is_some() || self.refused.is_some() {
             return;
@@ -349,14 +356,14 @@ impl Agent {
 
     // --- the table ---
 
-    /// Takes a part of an update, and puts it in force if it is the last one.
+    /// Takes a part of an update, and puts the update in force if it is the last part.
     fn take_update(&mut self, update: v1::Update) -> Result<(), String> {
         let v1::Update { fleet, revision, whole, more, put, gone } = update;
         if fleet.is_empty() {
             return Err("it does not say which fleet's it is".into());
         }
         let coming = match self.coming.take() {
-            // A new beginning takes the place of what had come.
+            // A whole update replaces the parts received before.
             Some(_) | None if whole => Coming { fleet, revision, whole, put: BTreeMap::new(), gone: BTreeMap::new() },
             Some(c) if c.fleet == fleet && c.revision == revision => c,
             Some(c) => {
@@ -395,7 +402,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Refuses what contradicts itself.
+    /// Refuses an update that contradicts itself.
     fn check(&self, c: &Coming) -> Result<(), String> {
         let group_is_there = |name: &str| {
             let key = Key::Group(name.into());
@@ -430,7 +437,7 @@ impl Agent {
             gone: if whole { Vec::new() } else { gone.iter().map(|(k, force)| k.message(*force)).collect() },
         };
         let changes = whole || !record.put.is_empty() || !record.gone.is_empty();
-        // The centre does not name the peers that go with a group.
+        // The centre does not list the peers that are removed together with their group.
         if gone.keys().any(|k| matches!(k, Key::Group(_))) {
             let is_lost =
                 |item: &Item| matches!(item, Item::Peer(p) if gone.contains_key(&Key::Group(p.group.clone())));
@@ -438,14 +445,14 @@ impl Agent {
             let peers: Vec<Key> = peers.map(|(k, _)| k.clone()).filter(|k| !put.contains_key(k)).collect();
             gone.extend(peers.into_iter().map(|k| (k, false)));
         }
-        // Hosts from which the last peer may have gone.
+        // Hosts that may have lost their last peer.
         let mut left = BTreeSet::new();
         for (key, force) in gone {
             let Some(item) = self.items.remove(&key) else { continue };
             left.extend(self.one_peer_less(&item));
             self.failed.remove(&key);
             match &key {
-                // Its store was made anew, by which nobody has said that the vRNIC is to go.
+                // The centre's store was made anew. Nobody has asked to remove the vRNIC, so it stays.
                 Key::Vrnic(name) if anew => _ = self.orphans.insert(name.clone()),
                 _ => _ = self.due.insert(key, force),
             }
@@ -464,7 +471,7 @@ impl Agent {
                 left.extend(was.and_then(|was| self.one_peer_less(&was)));
             }
         }
-        // Nor does it name the place that goes with the last peer there.
+        // Nor does the centre list the place that is removed with its last peer.
         for host in left.into_iter().filter(|h| !self.peers_on.contains_key(h)) {
             let key = Key::Place(host);
             if self.items.remove(&key).is_some() {
@@ -478,7 +485,7 @@ impl Agent {
         }
     }
 
-    /// Counts a peer that is gone, if the piece is one. Gives its host if no other peer is there.
+    /// Uncounts a removed peer, if the piece is a peer. Returns its host if that has no other peer.
     fn one_peer_less(&mut self, item: &Item) -> Option<String> {
         let Item::Peer(p) = item else { return None };
         let n = self.peers_on.get_mut(&p.host)?;
@@ -489,12 +496,12 @@ impl Agent {
         self.peers_on.remove_entry(&p.host).map(|(host, _)| host)
     }
 
-    /// The next record to keep. A whole one takes the place of all before.
+    /// The next record to keep on disk. A whole record replaces all records before it.
     pub fn poll_record(&mut self) -> Option<v1::Update> {
         self.records.pop_front()
     }
 
-    /// Everything in one record.
+    /// The table as one whole record.
     pub fn snapshot(&self) -> v1::Update {
         v1::Update {
             fleet: self.fleet.clone(),
@@ -506,12 +513,12 @@ impl Agent {
         }
     }
 
-    /// A piece.
+    /// A piece by its key.
     pub fn item(&self, key: &Key) -> Option<&Item> {
         self.items.get(key)
     }
 
-    /// The vRNICs that the centre has told of.
+    /// The vRNICs in the table.
     pub fn vrnics(&self) -> impl Iterator<Item = &v1::Vrnic> {
         let from = Key::Vrnic(String::new());
         self.items.range(from..).map_while(|(_, i)| if let Item::Vrnic(v) = i { Some(v) } else { None })
@@ -519,7 +526,7 @@ impl Agent {
 
     // --- what is to be done on the host ---
 
-    /// Everything that is to be done now, in this order. Nothing more comes until its end is told by [`Agent::carried`].
+    /// All work to do now, in this order. More work is handed out only after [`Agent::carried`].
     pub fn poll_work(&mut self, now: u64) -> Vec<Work> {
         if self.working {
             return Vec::new();
@@ -533,7 +540,8 @@ impl Agent {
         let due = std::mem::take(&mut self.due);
         let mut work: Vec<Work> =
             due.into_iter().map(|(key, force)| Work { item: self.items.get(&key).cloned(), key, force }).collect();
-        // vRNICs that go make room for those that come; what others stand on comes first and goes last.
+        // vRNICs are removed first, to make room for new ones. Pieces are applied in the order of their dependencies,
+        // and removed in the reverse order.
         work.sort_by_key(|w| match (&w.key, &w.item) {
             (Key::Vrnic(_), None) => 0,
             (_, Some(_)) => 1,
@@ -545,7 +553,7 @@ impl Agent {
         work
     }
 
-    /// What came of work: of each key that failed, why.
+    /// Reports the result of work: the keys that failed, with the reasons.
     pub fn carried(&mut self, now: u64, work: Vec<Work>, failed: BTreeMap<Key, String>) {
         self.working = false;
         for w in work {
@@ -570,7 +578,7 @@ impl Agent {
         all.chain(self.orphans.iter().map(orphan)).take(MAX_PROBLEMS).collect()
     }
 
-    /// Says what is in force, if nothing is left to do and the centre has been told something else.
+    /// Reports the revision in force and the problems, if no work is left and they differ from the last report.
     fn tell_applied(&mut self) {
         let idle = !self.working && self.due.is_empty() && self.revision > 0;
         if !idle || !matches!(self.link, Link::Connected { .. }) {
@@ -584,7 +592,7 @@ impl Agent {
         }
     }
 
-    /// A vRNIC of a centre that is gone was removed by the host's administrator.
+    /// The host's administrator has removed a vRNIC of a lost centre.
     pub fn forget_orphan(&mut self, name: &str) {
         self.orphans.remove(name);
         self.tell_applied();
@@ -592,7 +600,7 @@ impl Agent {
 
     // --- what the host asks ---
 
-    /// Asks the centre for a change; its answer has this number.
+    /// Asks the centre for a change. Returns the number of its answer.
     ///
     /// # Errors
     /// There is no connection: one line.
@@ -612,7 +620,7 @@ impl Agent {
         Ok(id)
     }
 
-    /// An answer whose change is in force on the host, or which is a refusal.
+    /// The next answer: a refusal, or a change whose work on the host is done.
     pub fn poll_answer(&mut self) -> Option<(u64, Result<Option<v1::Vrnic>, String>)> {
         let (_, answer) = self.answered.front()?;
         if answer.is_ok() && (self.working || !self.due.is_empty()) {
@@ -624,7 +632,7 @@ impl Agent {
         Some((id, problem.map_or(answer, Err)))
     }
 
-    /// Figures of the vRNICs; those that have changed are sent.
+    /// Reports statistics of the vRNICs. Only changed ones are sent.
     pub fn report(&mut self, states: Vec<v1::VrnicState>, clock_ms: u64) {
         if !matches!(self.link, Link::Connected { .. }) {
             return;
@@ -638,7 +646,7 @@ impl Agent {
         self.send(from_host::Message::Report(v1::Report { vrnics, clock_ms }));
     }
 
-    /// What there is to know.
+    /// The state of the connection and of the update.
     pub fn status(&self, now: u64) -> Status {
         let (connected, since, why) = match &self.link {
             Link::Connected { since, .. } => (true, *since, ""),

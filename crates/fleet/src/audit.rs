@@ -1,5 +1,6 @@
-//! The audit log. Each who changes something has a part of it, so that nobody's changes push out what others did: what goes is the oldest entry
-//! of the one that takes more than its part, or, when the whole log is full, most of all. Entries of administrators weigh an eighth.
+//! The audit log. Each party that makes changes has a part of it, so that its changes do not push out the entries of others.
+//! An entry is dropped if its party exceeds its part, or, when the whole log is full, if its party takes most: each
+//! time the party's oldest entry. Entries of administrators weigh an eighth.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,12 +11,12 @@ use crate::model::AUDIT;
 use crate::state::Name;
 use crate::v1::AuditEntry;
 
-/// How old an entry becomes, seconds: 400 days.
+/// Greatest age of an entry, seconds: 400 days.
 const MAX_AGE_S: u64 = 400 * 86_400;
-/// How much less an entry of an administrator weighs.
+/// The weight of an administrator's entry is divided by this.
 const PRIVILEGE: usize = 8;
 
-/// What the entries of one who changes something weigh.
+/// The entries of one party.
 #[derive(Clone, Debug, Default)]
 struct Part {
     revisions: BTreeSet<u64>,
@@ -25,11 +26,11 @@ struct Part {
 /// The audit log.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Audit {
-    /// By their revisions.
+    /// By revision.
     entries: BTreeMap<u64, Arc<AuditEntry>>,
     bytes: usize,
     parts: BTreeMap<Name, Part>,
-    /// Who has entries, by their weight.
+    /// The parties, by weight.
     by_weight: BTreeSet<(usize, Name)>,
 }
 
@@ -82,7 +83,7 @@ impl Audit {
         Some(entry)
     }
 
-    /// What has to go next because this entry, which is the newest, has come.
+    /// The revision of the next entry that must be dropped after `newest` was added.
     fn surplus(&self, newest: &AuditEntry) -> Option<u64> {
         let (&oldest, first) = self.entries.first_key_value()?;
         if first.time.saturating_add(MAX_AGE_S) < newest.time {
@@ -97,7 +98,7 @@ impl Audit {
         })
     }
 
-    /// The entries that have to go if this one comes. The log stays as it is.
+    /// The revisions of the entries that must be dropped if this entry is added. The log itself does not change.
     pub fn without(&mut self, entry: AuditEntry) -> Vec<u64> {
         let entry = Arc::new(entry);
         self.insert(entry.clone());
@@ -145,7 +146,7 @@ mod tests {
         assert_eq!((has(&log, "admin"), has(&log, "other")), (1, 1));
         assert!((5_000..30_000).contains(&has(&log, "greedy")));
         assert_eq!(log.before(40_000).next().map(|e| e.revision), Some(39_999));
-        // An entry of a large call stays as a whole, however little is left then of what its writer did before.
+        // An entry of a large call stays complete, even if that pushes out earlier entries of its party.
         add(&mut log, entry(40_000, "greedy", false, 20_000));
         assert_eq!(log.before(u64::MAX).next().map(|e| e.what.len()), Some(20_000));
         assert_eq!((has(&log, "admin"), has(&log, "other")), (1, 1));

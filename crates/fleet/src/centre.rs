@@ -1,11 +1,13 @@
-//! The control centre as a state machine: what everybody reads, and what hosts say.
+//! The control centre as a state machine: the state that is read, and the reports of hosts.
 //!
-//! *Changes* are made ready at a [`Desk`], beside this; [`Centre::publish`] makes one known.
+//! *Changes* are prepared at a [`Desk`]; [`Centre::publish`] publishes one.
 //!
-//! *Hosts* are heard by [`Centre::hello`], [`Centre::applied`] and [`Centre::report`]. What one is told is asked for by [`Centre::lacking`], with
-//! the revision that it has been told: nothing waits in queues, so a host that does not read costs nothing.
+//! *Hosts* are handled by [`Centre::hello`], [`Centre::applied`] and [`Centre::report`]. [`Centre::lacking`] computes
+//! the updates of a host from the revision that it has. No update waits in a queue, so a host that does not read costs
+//! nothing.
 //!
-//! *Questions* are [`Centre::get`], [`Centre::changes_since`] and [`Centre::status`]. The time comes with each call, in milliseconds since 1970.
+//! *Questions* are [`Centre::get`], [`Centre::changes_since`] and [`Centre::status`]. Each call passes the time, in
+//! milliseconds since 1970.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -24,21 +26,22 @@ use crate::tokens::Actor;
 use crate::v1::{self, item::Item};
 use crate::view::{Key, Keys, Sight};
 
-/// Room for so many keys stays when they are forgotten.
+/// Capacity that a log keeps when its entries are dropped, in entries.
 const MAX_IDLE_LOG: usize = 16;
-/// Most changes that are remembered for those who watch: one that reads is not cut off by one call.
+/// Most changes that are kept for watchers. A single call does not fill it, so a watcher that reads is not cut off.
 const MAX_CHANGES: usize = 2 * MAX_APPLY;
 /// Most items of one message.
 const ITEMS: usize = 256;
 
-/// The latest changes of what a host is told.
+/// The latest changes that concern one host.
 #[derive(Debug, Default)]
 struct Log {
-    /// Keys that concern it, with the change. Hosts that one change concerns for one reason share them.
+    /// Keys that concern the host, with the revision of the change. Hosts that a change concerns for the same reason
+    /// share the set.
     entries: VecDeque<(u64, Arc<Keys>)>,
-    /// How many keys there are.
+    /// Number of keys.
     keys: usize,
-    /// Changes up to this one may be missing.
+    /// Changes up to this revision may be missing.
     floor: u64,
 }
 
@@ -55,13 +58,13 @@ impl Log {
         }
     }
 
-    /// Forgets the change that is the oldest.
+    /// Drops the oldest change.
     fn pop(&mut self) {
         let Some((revision, keys)) = self.entries.pop_front() else { return };
         (self.keys, self.floor) = (self.keys - keys.len(), revision);
     }
 
-    /// Forgets changes up to this one.
+    /// Drops changes up to this revision.
     fn forget(&mut self, revision: u64) {
         while self.entries.front().is_some_and(|(r, _)| *r <= revision) {
             self.pop();
@@ -75,10 +78,10 @@ pub struct Centre {
     pub(crate) state: Arc<State>,
     pub(crate) live: Live,
     logs: HashMap<Name, Log>,
-    /// The revision with which this centre began.
+    /// The revision that this centre was loaded with.
     pub(crate) begun: u64,
     pub(crate) changes: VecDeque<(u64, Arc<Seen>)>,
-    /// Changes up to this one may be missing.
+    /// Changes up to this revision may be missing.
     pub(crate) changes_floor: u64,
 }
 
@@ -97,7 +100,8 @@ impl Facts for Centre {
 }
 
 impl Centre {
-    /// A centre with what a store has: its records and how many changes made them. And the desk at which its changes are made ready.
+    /// A centre with the content of a store: its records, and the number of changes that made them. Also returns the
+    /// desk for its changes.
     ///
     /// # Errors
     /// A record is damaged, or of another version.
@@ -125,7 +129,7 @@ impl Centre {
         vec![records::meta(fleet), records::object(Kind::Group, "default", Some((group.into(), 1)))]
     }
 
-    /// How many changes made the state.
+    /// The number of changes that made the state.
     pub fn revision(&self) -> u64 {
         self.state.revision
     }
@@ -140,7 +144,7 @@ impl Centre {
         self.state.hosts.contains_key(name)
     }
 
-    /// Makes known a change that the desk has made. Says which hosts have news.
+    /// Publishes a change made at the desk. Returns the hosts that it concerns.
     pub fn publish(&mut self, desk: &mut Desk, news: News) -> Vec<Name> {
         let new = Arc::new(std::mem::take(&mut desk.state));
         let old = std::mem::replace(&mut self.state, new);
@@ -153,7 +157,7 @@ impl Centre {
         let hosts: Vec<Name> = news.hosts.keys().cloned().collect();
         for (host, keys) in news.hosts {
             if self.state.hosts.contains_key(&host) {
-                // If there are more than it remembers, the host is told everything.
+                // If the log overflows, the host is sent everything.
                 self.logs.entry(host).or_insert_with(|| Log::new(self.begun)).extend(news.revision, keys);
             } else {
                 self.logs.remove(&host);
@@ -163,7 +167,7 @@ impl Centre {
         hosts
     }
 
-    /// Makes so what is in the store, in both copies.
+    /// Applies a change that is in the store, to both copies of the state.
     ///
     /// # Errors
     /// As [`Desk::commit`].
@@ -172,20 +176,22 @@ impl Centre {
         Ok(self.publish(desk, news))
     }
 
-    /// A host has put this revision in force: it will hardly ask for what came before.
+    /// Drops log entries up to a revision that a host has put in force, because the host will hardly ask for them
+    /// again.
     pub(crate) fn forget_told(&mut self, host: &str, revision: u64) {
         if let Some(log) = self.logs.get_mut(host) {
             log.forget(revision);
         }
     }
 
-    /// True if a host that has been told the state of `told` has to be told everything.
+    /// True if a host with revision `told` must be sent a complete update.
     pub fn lacks_all(&self, host: &str, told: Option<u64>) -> bool {
         let floor = self.logs.get(host).map_or(self.begun, |l| l.floor);
         !told.is_some_and(|t| (floor..=self.state.revision).contains(&t))
     }
 
-    /// What a host lacks that has been told the state of `told`: everything, if it has been told nothing or too long ago.
+    /// The data for the updates of a host with revision `told`. They are complete if the host has no revision, or one
+    /// that is too old.
     pub fn lacking(&self, host: &str, told: Option<u64>) -> Lacking {
         let known = told.filter(|_| !self.lacks_all(host, told)).map(|told| {
             let log = self.logs.get(host).into_iter().flat_map(|l| l.entries.iter().rev());
@@ -194,7 +200,7 @@ impl Centre {
         Lacking { state: self.state.clone(), host: host.into(), known }
     }
 
-    /// What a host is told that has been told the state of `told`.
+    /// The updates for a host with revision `told`.
     pub fn updates(&self, host: &str, told: Option<u64>) -> Vec<v1::Update> {
         self.lacking(host, told).updates()
     }
@@ -206,7 +212,7 @@ impl Centre {
             || log.and_then(|l| l.entries.back()).is_some_and(|(r, _)| *r > revision)
     }
 
-    /// Whether a host may join by a token.
+    /// Checks that a host may join with a token.
     ///
     /// # Errors
     /// It may not.
@@ -214,30 +220,30 @@ impl Centre {
         self.state.join_token(secret, host, now_ms).map(drop)
     }
 
-    /// Who calls with a token.
+    /// The actor that a token stands for.
     ///
     /// # Errors
-    /// Nobody does.
+    /// The token is unknown.
     pub fn actor(&self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
         self.state.actor(secret, now_ms)
     }
 }
 
-/// What a host lacks of the state at one revision.
+/// The data for a host's updates, at one revision.
 pub struct Lacking {
     state: Arc<State>,
     host: String,
-    /// What it has been told, and the keys of which it has not; `None`: it is told everything.
+    /// The revision that the host has, and the keys changed since; `None`: it is sent everything.
     known: Option<(u64, Vec<Arc<Keys>>)>,
 }
 
 impl Lacking {
-    /// The revision that the host has when it has been told this.
+    /// The revision of the host after these updates.
     pub fn revision(&self) -> u64 {
         self.state.revision
     }
 
-    /// What the host is told, in parts; nothing if nothing of it concerns the host. This may take long, and needs no centre.
+    /// The updates, in parts; empty if no change concerns the host. This may take long. It needs no lock on the centre.
     pub fn updates(self) -> Vec<v1::Update> {
         let sight = Sight::new(&self.state, &self.host);
         let items: Vec<(Key, Option<v1::Item>)> = match &self.known {
@@ -279,8 +285,9 @@ impl Lacking {
         parts
     }
 
-    /// Leaves out of the news of a host that has been told the state of `told` what need not be sent. The host's agent removes the peers of a
-    /// group with the group, and a place with the last peer there. A place that has not changed since, and has no new peer, the host has already.
+    /// Drops items that a host with revision `told` need not be sent. The host's agent removes the peers of a group
+    /// with the group, and a place with its last peer. The host already has a place that has not changed since and has
+    /// no new peer.
     fn without_what_follows(&self, mut items: Vec<(Key, Option<v1::Item>)>, told: u64) -> Vec<(Key, Option<v1::Item>)> {
         let lost: BTreeSet<Name> = items
             .iter()
@@ -297,7 +304,8 @@ impl Lacking {
             }
             Key::Place(_) => false,
             _ if item.is_some() => true,
-            // A vRNIC that has changed since may have been in another group before, which the host still has.
+            // A vRNIC that has changed since may have been in another group before, and the host still has it in that
+            // group.
             Key::Peer(name) => {
                 let same = self.state.vrnics.get(name).filter(|v| v.revision <= told);
                 same.is_none_or(|v| !lost.contains(&v.group))

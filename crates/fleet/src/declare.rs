@@ -1,4 +1,4 @@
-//! How what is declared becomes what is: what is missing is given (addresses, numbers, MACs), and what contradicts itself is refused.
+//! Turns declarations into objects: fills in missing values (addresses, numbers, MACs), and refuses contradictions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -15,13 +15,13 @@ use crate::state::{Clash, Name};
 use crate::tokens::Actor;
 use crate::v1::{self, object::Object};
 
-/// An object that is asked for, and the revision that it must still have.
+/// A declared object, and the revision that the present object must have (0: any).
 pub(crate) type Asked = (Object, u64);
 
-/// Most that a call may look at to compare addresses of joined groups, if it is not an administrator's.
+/// Most groups and addresses that a call of a non-administrator may compare to check the addresses of joined groups.
 const MAX_WORK: u64 = 4_000_000;
 
-/// What a call makes that was not there before: how many of each kind, and in which groups.
+/// Objects that a call creates: the number of each kind, and their groups.
 #[derive(Default)]
 struct Made {
     vrnics: usize,
@@ -30,18 +30,18 @@ struct Made {
     rules_in: BTreeSet<Name>,
 }
 
-/// The limit of a group: what its administrator says, or else, for others than administrators, the part that a group has.
+/// The limit of a group: the administrator's value, or else, for other actors, a group's default part.
 fn limit(actor: &Actor, said: Option<u32>, limit: &Limit) -> usize {
     said.map_or(if actor.is_admin() { usize::MAX } else { limit.part() }, |m| m as usize)
 }
 
-/// A name is taken, by what the actor does not see. Whose it is, and of what, it is not told.
+/// Refusal for a name that is taken by an object invisible to the actor. It does not reveal what the object is.
 fn taken() -> Refusal {
     Refusal::conflict("the name is not free; choose another one")
 }
 
 impl Draft<'_> {
-    /// Makes objects what they are declared to be. With `prune` others are deleted, as far as the actor reaches.
+    /// Puts declared objects. With `prune`, deletes all other objects within the actor's reach.
     pub fn declare(&mut self, actor: &Actor, asked: Vec<Asked>, prune: bool) -> Result<(), Refusal> {
         actor.may_change()?;
         let mut names = BTreeSet::new();
@@ -58,8 +58,8 @@ impl Draft<'_> {
             self.prune(actor, &names)?;
         }
         let (mut made, mut changed) = (Made::default(), BTreeSet::new());
-        // An address or a rule that one object gives up can be taken by another one in the same step, so what changes is removed first. What
-        // is stated is taken before what the centre chooses.
+        // Addresses and rules may change hands within one call, so changed objects are removed first. Stated values are
+        // taken before the centre chooses others.
         let mut olds: BTreeMap<String, v1::Vrnic> = BTreeMap::new();
         for (object, _) in &asked {
             match object {
@@ -114,7 +114,7 @@ impl Draft<'_> {
         self.check_room(actor, &made)
     }
 
-    /// Refuses what the actor may not declare, before anything is looked up that it does not see.
+    /// Refuses objects that the actor may not declare, before any lookup of something that it does not see.
     fn may_declare(&self, actor: &Actor, object: &Object) -> Result<(), Refusal> {
         match object {
             Object::Host(_) => actor.needs_admin("hosts"),
@@ -132,7 +132,7 @@ impl Draft<'_> {
         }
     }
 
-    /// Refuses a call that makes more than there is room for. A group that is above its limit already may be changed otherwise.
+    /// Refuses a call that creates more than the limits allow. A group above its limit may still be changed otherwise.
     fn check_room(&self, actor: &Actor, made: &Made) -> Result<(), Refusal> {
         let state = &*self.state;
         let of =
@@ -144,7 +144,7 @@ impl Draft<'_> {
         for (name, g) in of(&made.rules_in) {
             RULES.room_in_group(name, g.rules.len(), limit(actor, g.object.max_rules, &RULES), "max_rules")?;
         }
-        // An administrator who gives a group more gives it to the group's tenants, too.
+        // A limit that an administrator sets for a group holds for the group's tenants, too.
         let mine: Vec<_> = actor.groups().into_iter().flatten().filter_map(|g| state.groups.get(g.as_str())).collect();
         let part = |all: &Limit, of: &dyn Fn(&v1::Group) -> Option<u32>| {
             mine.iter().map(|g| limit(actor, of(&g.object), all)).max().unwrap_or(0).max(all.part())
@@ -235,7 +235,7 @@ impl Draft<'_> {
         self.put(g.into())
     }
 
-    /// `old` is what it was before this change.
+    /// `old` is the vRNIC before this change.
     fn declare_vrnic(
         &mut self,
         actor: &Actor,
@@ -296,7 +296,7 @@ impl Draft<'_> {
         self.state.check_addresses_of(&name, &mut self.work).map_err(|clash| self.told(actor, clash))
     }
 
-    /// A clash of addresses as an actor may hear of it.
+    /// The refusal of an address clash. It names only what the actor sees.
     fn told(&self, actor: &Actor, clash: Clash) -> Refusal {
         if clash.both.iter().all(|(_, group)| actor.sees_group(group)) && actor.sees_group(&clash.viewer) {
             return clash.into();
@@ -304,7 +304,8 @@ impl Draft<'_> {
         Refusal::conflict(format_args!("{} is taken in a group that a rule joins with this one", clash.ip))
     }
 
-    /// Whether an actor may put vRNICs on a host. A tenant may if its token names the host, and if the host has vRNICs of its groups.
+    /// Whether an actor may put vRNICs on a host. A tenant may if its token names the host, or if the host has vRNICs
+    /// of its groups.
     fn may_use_host(&self, actor: &Actor, host: &str) -> bool {
         let Some(named) = actor.hosts().filter(|_| !host.is_empty()) else { return true };
         let has = |g: &String| self.state.groups.get(g.as_str()).is_some_and(|g| g.hosts.contains_key(host));
@@ -333,7 +334,7 @@ impl Draft<'_> {
         Ok(())
     }
 
-    /// Tenants give what they have been given, and no more.
+    /// Tenants may set limits only up to the limits of their groups.
     fn tenant_limits(&self, actor: &Actor, old: Option<&v1::Vrnic>, v: &v1::Vrnic) -> Result<(), Refusal> {
         let Some(group) = self.state.groups.get(v.group.as_str()).filter(|_| actor.is_tenant()) else { return Ok(()) };
         if v.allow_spoof && !old.is_some_and(|o| o.allow_spoof) {
@@ -345,7 +346,7 @@ impl Draft<'_> {
         let most = group.object.limits.unwrap_or_default();
         let wide = |n: Option<u32>| n.map(u64::from);
         let share = (v.share.unwrap_or_default(), group.object.share.unwrap_or_default());
-        // A rate or a number of operations of 0 is no limit.
+        // A rate or a number of operations of 0 means no limit.
         let rate = |n: Option<u64>| n.map(|n| if n == 0 { u64::MAX } else { n });
         for (what, own, most) in [
             ("max_qp", wide(own.max_qp), wide(most.max_qp)),
@@ -372,7 +373,7 @@ impl Draft<'_> {
         Ok(())
     }
 
-    /// Gives it the addresses that it does not state, or checks those that it does.
+    /// Chooses the addresses that the vRNIC does not state, and checks the stated ones.
     fn fill_ips(&mut self, v: &mut v1::Vrnic, old: Option<&v1::Vrnic>) -> Result<(), Refusal> {
         let Some(group) = self.state.groups.get(v.group.as_str()) else { return Ok(()) };
         if v.ips.is_empty() {
@@ -418,7 +419,7 @@ impl Draft<'_> {
         Ok(texts)
     }
 
-    /// A MAC that follows from all that the vRNIC is called, and that no other vRNIC of the fleet has; and the GUID that follows from it.
+    /// A MAC derived from the vRNIC's names, which no other vRNIC of the fleet has; and the GUID derived from it.
     fn identity(&self, v: &v1::Vrnic) -> (String, String) {
         for turn in 0u64.. {
             let mut hash = Sha256::new();
@@ -430,7 +431,7 @@ impl Draft<'_> {
             let bytes = hash.finalize();
             let mut mac = [0; 6];
             mac.copy_from_slice(&bytes[..6]);
-            // Locally administered, and not multicast.
+            // The MAC is locally administered, and not multicast.
             mac[0] = mac[0] & 0xfc | 2;
             let mac = Mac(mac);
             if !self.state.macs.contains_key(&mac.to_string()) {
@@ -440,7 +441,7 @@ impl Draft<'_> {
         unreachable!("there are more numbers than vRNICs")
     }
 
-    /// Refuses a rule with an end in no group of the actor.
+    /// Refuses a rule if an end of it is outside the actor's groups.
     fn may_rule(&self, actor: &Actor, rule: &v1::Rule) -> Result<(), Refusal> {
         for text in [&rule.from, &rule.to] {
             match model::selector(text)? {
@@ -455,7 +456,7 @@ impl Draft<'_> {
         Ok(())
     }
 
-    /// `existed`: it was there before this call, and is another one now.
+    /// `existed`: the rule existed before this call, and is changed by it.
     fn declare_rule(&mut self, actor: &Actor, r: v1::Rule, existed: bool, made: &mut Made) -> Result<(), Refusal> {
         self.may_rule(actor, &r)?;
         if self.state.rules.get(r.name.as_str()).is_some_and(|old| old.object == r) {
@@ -495,7 +496,7 @@ impl Draft<'_> {
         Ok(())
     }
 
-    /// Deletes objects; with `force` also what depends on them, and vRNICs that programs use.
+    /// Deletes objects. With `force`, also deletes objects that depend on them, and vRNICs that programs use.
     pub fn delete(&mut self, actor: &Actor, names: &[v1::Name], force: bool) -> Result<(), Refusal> {
         actor.may_change()?;
         for n in names {
@@ -506,7 +507,7 @@ impl Draft<'_> {
                 )));
             };
             model::check_name(kind, &n.name)?;
-            // What the actor does not see does not exist for it.
+            // To the actor, an object that it does not see does not exist.
             if !self.state.is_seen(actor, kind, &n.name) {
                 return Err(Refusal::not_found(format_args!("there is no {kind} {}", n.name)));
             }

@@ -1,12 +1,13 @@
-//! Where changes are made ready. A [`Desk`] has the state to itself, so what it does takes nobody's time who asks the
-//! [`Centre`](crate::Centre) or hears of it.
+//! Preparation of changes. A [`Desk`] has its own copy of the state, so its work delays nobody who reads the
+//! [`Centre`](crate::Centre) or reports to it.
 //!
-//! Calls ([`Desk::apply`] and those beside it) look at the state and give a [`Plan`] of what is to be kept; they change nothing. Who calls them
-//! keeps the plan in a store, and then makes it so by [`Desk::commit`] and [`Centre::publish`](crate::Centre::publish). There is one plan at a time. A centre that does
-//! not allocate commits what it reads in the store.
+//! Calls ([`Desk::apply`] and the like) examine the state and return a [`Plan`] of what to keep; they change nothing.
+//! The caller keeps the plan in a store, and then applies it by [`Desk::commit`] and
+//! [`Centre::publish`](crate::Centre::publish). There is one plan at a time. A centre that does not allocate commits
+//! the changes that it reads from the store.
 //!
-//! There are two copies of the state. A change is made in that of the desk, which then changes places with the one that everybody reads. The
-//! change is made in the other one, too, as soon as nobody reads that any more ([`Desk::is_ready`]).
+//! There are two copies of the state. A change is made in the desk's copy, which is then exchanged with the copy that
+//! is read. Once nobody reads the other copy any more ([`Desk::is_ready`]), the change is made in it, too.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -25,55 +26,56 @@ use crate::tokens::Actor;
 use crate::v1::{self, object::Object};
 use crate::view::{Keys, Look, Touched};
 
-/// What a call changes, if it changes anything, and its answer.
+/// Result of a call: the plan of its change, and its answer.
 #[derive(Debug)]
 pub struct Outcome<T> {
-    /// What is to be kept.
+    /// The change to keep; `None`: nothing changes.
     pub plan: Option<Plan>,
-    /// The answer, once it is kept.
+    /// The answer, valid once the plan is kept.
     pub answer: T,
 }
 
-/// What is known beside what is declared, and decides about changes.
+/// Observations of hosts that decide whether a change is allowed.
 pub trait Facts {
-    /// How many programs use a vRNIC.
+    /// Number of programs that use a vRNIC.
     fn programs(&self, vrnic: &str) -> u32;
-    /// The last revision that a host has said to be in force.
+    /// The last revision that a host has reported to be in force.
     fn applied(&self, host: &str) -> u64;
     /// Whether a host is connected.
     fn is_connected(&self, host: &str, now_ms: u64) -> bool;
 }
 
-/// Most keys that are remembered for a host. One that lacks more is told everything.
+/// Most keys that are remembered for a host. A host that lacks more is sent everything.
 pub(crate) const MAX_LOG: usize = 2_048;
 
 /// The addresses that were given last, by group and range.
 pub(crate) type Given = HashMap<String, BTreeMap<Net, IpAddr>>;
 
-/// A change that was made, for those who read the state.
+/// A change that was made at the desk, for the centre that publishes it.
 pub struct News {
     pub(crate) revision: u64,
     pub(crate) changes: Vec<Arc<Seen>>,
-    /// Hosts that it concerns, with the keys that it may concern.
+    /// Hosts that the change concerns, with the keys that it may concern.
     pub(crate) hosts: BTreeMap<Name, Vec<Arc<Keys>>>,
-    /// vRNICs that are on no host any more.
+    /// vRNICs that are not on any host now.
     pub(crate) homeless: Vec<String>,
-    /// What makes it in the other copy.
+    /// The change's records, for the other copy.
     pub(crate) records: Vec<Record>,
 }
 
-/// Where changes are made ready.
+/// Prepares changes, in its own copy of the state.
 pub struct Desk {
     pub(crate) state: State,
-    /// The copy that was read before the last change, which the change is still to be made in. Until then `state` is empty.
+    /// The copy that was read before the last change, and the change that must still be made in it. Until then `state`
+    /// is empty.
     pub(crate) behind: Option<(Arc<State>, u64, Vec<Record>)>,
     pub(crate) rng: ChaCha20Rng,
     pub(crate) given: Given,
 }
 
 impl Desk {
-    /// Whether a change can be looked at. Not while somebody reads what was so before the last change, which takes as long as it takes to write
-    /// down what a host is told. Ask this before each call.
+    /// Whether a call can be made; to be asked before each call. It cannot while somebody reads the state from before
+    /// the last change, which lasts as long as the encoding of a host's updates.
     pub fn is_ready(&mut self) -> bool {
         let Some((old, revision, records)) = self.behind.take() else { return true };
         match Arc::try_unwrap(old) {
@@ -95,11 +97,11 @@ impl Desk {
         (Draft::new(&mut self.state, &mut self.given, facts), &mut self.rng)
     }
 
-    /// Makes so what is in the store: the writes of change `revision`. What comes of it is for
+    /// Applies the writes of change `revision`, which are in the store. The result is for
     /// [`Centre::publish`](crate::Centre::publish).
     ///
     /// # Errors
-    /// A record is damaged. The centre must be loaded anew.
+    /// A record is damaged. The centre must be loaded again.
     pub fn commit(&mut self, revision: u64, writes: &[Write]) -> Result<News, Refusal> {
         assert!(self.is_ready(), "a desk is asked whether it is ready");
         let records = writes.iter().map(records::read).collect::<Result<Vec<_>, _>>()?;
@@ -142,10 +144,10 @@ impl Desk {
         Ok(News { revision, changes: changes.collect(), hosts: touched.into_hosts(), homeless, records })
     }
 
-    /// Makes the state that of a store, whatever has changed meanwhile: `records` are all of it, in the order of their keys.
+    /// Changes the state to a later one in the store. `records` are all its records, in the order of their keys.
     ///
     /// # Errors
-    /// It is not a later state of the same fleet, or a record is damaged. The centre must be loaded anew.
+    /// It is not a later state of the same fleet, or a record is damaged. The centre must be loaded again.
     pub fn catch_up(&mut self, revision: u64, records: &[Write]) -> Result<News, Refusal> {
         assert!(self.is_ready(), "a desk is asked whether it is ready");
         let meta = records::meta(&self.state.fleet);
@@ -165,7 +167,7 @@ impl Desk {
         self.commit(revision, &writes)
     }
 
-    /// Makes a change of what `make` does with the state as it is.
+    /// Prepares a change by `make`.
     fn change<T>(
         &mut self,
         actor: &Actor,
@@ -186,10 +188,10 @@ impl Desk {
         Outcome { plan, answer: v1::ApplyResponse { revision, changes } }
     }
 
-    /// Makes objects what they are declared to be.
+    /// Puts declared objects.
     ///
     /// # Errors
-    /// What cannot be: nothing of it is done.
+    /// A declaration is refused. Then nothing is changed.
     pub fn apply(
         &mut self,
         actor: &Actor,
@@ -221,7 +223,7 @@ impl Desk {
     /// Deletes objects.
     ///
     /// # Errors
-    /// What cannot be: nothing of it is done.
+    /// A deletion is refused. Then nothing is changed.
     pub fn delete(
         &mut self,
         actor: &Actor,
@@ -244,7 +246,7 @@ impl Desk {
     /// Moves a vRNIC to another host.
     ///
     /// # Errors
-    /// Programs use it, or one of them does not exist.
+    /// Programs use it, or the vRNIC or the host does not exist.
     pub fn move_vrnic(
         &mut self,
         actor: &Actor,
@@ -257,7 +259,7 @@ impl Desk {
         }
         let done = self.change(actor, facts, now_ms, |draft, _| {
             let v = draft.state.vrnics.get(request.vrnic.as_str());
-            // What the actor does not see does not exist for it.
+            // To the actor, a vRNIC that it does not see does not exist.
             let v = v.filter(|v| actor.sees_group(&v.group)).ok_or_else(|| {
                 Refusal::not_found(format_args!("there is no vRNIC {}", request.vrnic.escape_debug()))
             })?;
@@ -271,10 +273,10 @@ impl Desk {
         Ok(self.declared(done, false))
     }
 
-    /// Begins to introduce another secret of a group.
+    /// Begins to replace the secret of a group.
     ///
     /// # Errors
-    /// It has none, or another one is being introduced.
+    /// The group has none, or it is being replaced already.
     pub fn rotate(
         &mut self,
         actor: &Actor,
@@ -290,7 +292,7 @@ impl Desk {
         })
     }
 
-    /// What is due by itself: the next steps of secrets.
+    /// The changes that are due at this time: the next steps of secrets.
     pub fn tick(&mut self, facts: &dyn Facts, now_ms: u64) -> Option<Plan> {
         let (draft, _) = self.draft(facts);
         if !draft.state.has_steps() {
@@ -301,10 +303,10 @@ impl Desk {
         done.ok()?.plan
     }
 
-    /// Makes a token of 32 random bytes.
+    /// Makes a token from 32 random bytes.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The token is invalid.
     pub fn create_token(
         &mut self,
         actor: &Actor,
@@ -322,7 +324,7 @@ impl Desk {
         })
     }
 
-    /// Takes a token away.
+    /// Revokes a token.
     ///
     /// # Errors
     /// There is none with this name.
@@ -343,7 +345,7 @@ impl Desk {
     /// Lets a host join by a token.
     ///
     /// # Errors
-    /// The token is not for it, or a host has the name.
+    /// The token does not let this host join, or there is a host of this name.
     pub fn join(&mut self, secret: &str, host: &str, facts: &dyn Facts, now_ms: u64) -> Result<Outcome<()>, Refusal> {
         self.change(&Actor::of_host(host), facts, now_ms, |draft, _| {
             let token = draft.state.join_token(secret, host, now_ms)?.clone();
@@ -367,17 +369,17 @@ impl Desk {
         })
     }
 
-    /// Who calls with a token.
+    /// The actor that a token stands for.
     ///
     /// # Errors
-    /// Nobody does.
+    /// The token is unknown.
     pub fn actor(&mut self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
         assert!(self.is_ready(), "a desk is asked whether it is ready");
         self.state.actor(secret, now_ms)
     }
 
-    /// What the first message of a host changes: its addresses, and the vRNICs that its own administrator has made or removed. Beside the
-    /// plan, what was refused of it.
+    /// The changes in a host's first message: its addresses, and the vRNICs that its own administrator has made or
+    /// removed. The answer has the refusals.
     pub fn announce(&mut self, host: &str, hello: &v1::Hello, facts: &dyn Facts, now_ms: u64) -> Outcome<Vec<String>> {
         let actor = Actor::of_host(host);
         let (mut draft, _) = self.draft(facts);
@@ -389,7 +391,8 @@ impl Desk {
         let announced: BTreeSet<&str> = hello.vrnics.iter().map(|v| v.name.as_str()).collect();
         let vrnics = draft.state.hosts.get(host).map(|h| h.vrnics.clone()).unwrap_or_default();
         for v in vrnics {
-            // One that the host has not heard of yet was not removed there: the centre that made it may have died before it told the host.
+            // A vRNIC that the host has not received yet was not removed there: the centre that made it may have died
+            // before it told the host.
             let known = |o: &crate::state::Vrnic| o.object.by_host && o.revision <= hello.revision;
             let gone = draft.state.vrnics.get(&v).is_some_and(known) && !announced.contains(&*v);
             if gone {
@@ -402,10 +405,10 @@ impl Desk {
         Outcome { plan: draft.finish(&actor, now_ms, Vec::new()), answer: refused }
     }
 
-    /// A change that a host's own administrator asks for.
+    /// A change requested by a host's own administrator.
     ///
     /// # Errors
-    /// Why it cannot be.
+    /// The change is refused.
     pub fn ask(
         &mut self,
         host: &str,
@@ -434,7 +437,7 @@ impl Desk {
                     }
                     _ => return Err(Refusal::not_found(format_args!("there is no vRNIC {name} on host {host}"))),
                 }
-                // Whether programs use it the host knows itself.
+                // The host checks itself whether programs use it.
                 draft.delete_vrnic(&actor, &name, true)?;
             }
             None => {
@@ -448,7 +451,7 @@ impl Desk {
 }
 
 impl Draft<'_> {
-    /// Declares a vRNIC that a host's own administrator has made. What is refused leaves nothing behind.
+    /// Declares a vRNIC made by a host's own administrator. A refused declaration leaves the draft unchanged.
     fn declare_host_vrnic(&mut self, actor: &Actor, host: &str, mut v: v1::Vrnic) -> Result<(), Refusal> {
         crate::model::check_name("vRNIC", &v.name)?;
         if !self.state.hosts.get(host).is_some_and(|h| h.object.may_add.unwrap_or(true)) {
@@ -457,7 +460,7 @@ impl Draft<'_> {
                 v.name
             )));
         }
-        // What the centre has given it, it has: what the host remembers of that decides nothing.
+        // The centre's values of MAC and GUID hold. The host's values are ignored.
         (v.host, v.by_host, v.mac, v.guid) = (host.into(), true, String::new(), String::new());
         let object = Object::Vrnic(v);
         crate::model::check(&object)?;

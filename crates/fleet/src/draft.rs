@@ -1,5 +1,6 @@
-//! A change before it is made. It is made in the state step by step, so that each step sees those before it, and then taken back; what
-//! remains is a [`Plan`], which the store gets first and the state after that.
+//! A change in preparation. Its steps are made in the state one after the other, so that each step sees the former
+//! ones, and then undone. The result is a [`Plan`], which is kept in the store first and applied to the state after
+//! that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,12 +12,12 @@ use crate::state::{Kept, Name, SecretName, State};
 use crate::tokens::Actor;
 use crate::v1;
 
-/// A change that is possible, and not made yet.
+/// A change that is possible, and is not made yet.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
-    /// The change's number: one more than that of the state that it changes.
+    /// The revision after the change: one more than the present one.
     pub revision: u64,
-    /// What the store has to keep, all of it or nothing.
+    /// The store keeps all of these writes or none.
     pub writes: Vec<Write>,
     /// The objects before and after.
     pub changes: Vec<v1::Change>,
@@ -28,15 +29,15 @@ enum Undo {
     Token(String, Option<v1::TokenRecord>),
 }
 
-/// A change in the making. Dropped, it leaves the state as it was.
+/// A change in preparation. Dropping it restores the state.
 pub(crate) struct Draft<'a> {
     pub state: &'a mut State,
     pub given: &'a mut Given,
     pub facts: &'a dyn Facts,
     undo: Vec<Undo>,
-    /// What has been looked at to compare addresses, in groups and addresses.
+    /// Number of groups and addresses compared so far.
     pub work: u64,
-    /// With whose addresses those of a group must not meet, as long as no rule changes.
+    /// For each group, the groups with which it must not share addresses. Valid until a rule changes.
     pub joined: BTreeMap<String, BTreeSet<Name>>,
 }
 
@@ -45,12 +46,12 @@ impl<'a> Draft<'a> {
         Draft { state, given, facts, undo: Vec::new(), work: 0, joined: BTreeMap::new() }
     }
 
-    /// The change's number.
+    /// The revision after the change.
     pub fn revision(&self) -> u64 {
         self.state.revision + 1
     }
 
-    /// Makes an object what it is to be.
+    /// Sets an object.
     pub fn put(&mut self, object: v1::object::Object) -> Result<(), Refusal> {
         let (kind, name) = (object.kind(), object.name().to_owned());
         let revision = self.revision();
@@ -66,7 +67,7 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    /// An object was set.
+    /// Records the former value of an object that was set.
     fn set(&mut self, kind: Kind, name: String, before: Option<Kept>) {
         self.undo.push(Undo::Object(kind, name, Box::new(before)));
         if kind == Kind::Rule {
@@ -84,7 +85,7 @@ impl<'a> Draft<'a> {
         self.undo.push(Undo::Token(id.into(), before));
     }
 
-    /// The objects that differ from what they were, with what they were.
+    /// The objects that the draft changes, with their former values.
     pub fn changed(&self) -> BTreeMap<(Kind, String), Option<Kept>> {
         let mut first = BTreeMap::new();
         for undo in &self.undo {
@@ -98,7 +99,7 @@ impl<'a> Draft<'a> {
         first
     }
 
-    /// The change as a plan; `None` if nothing changes. The state is as it was.
+    /// The change as a plan; `None` if nothing changes. The state is restored.
     pub fn finish(self, actor: &Actor, now_ms: u64, mut lines: Vec<String>) -> Option<Plan> {
         let revision = self.revision();
         let message = |kept: Option<Kept>| kept.map(|(object, revision)| v1::Object { object: Some(object), revision });
@@ -138,7 +139,8 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// Most lines of an entry of the audit log: a call is named as a whole, but for what goes with a group or a host that is deleted.
+/// Most lines of an entry of the audit log. A call's own objects all fit; objects deleted along with a group or a host
+/// may not.
 const MAX_LINES: usize = MAX_APPLY;
 
 fn line(kind: Kind, name: &str, before: Option<&Kept>, after: Option<&Kept>) -> String {
@@ -169,19 +171,19 @@ fn replace<K: Ord + Clone, V>(map: &mut BTreeMap<K, V>, key: &K, to: Option<V>) 
 }
 
 impl Draft<'_> {
-    /// How far it has come.
+    /// The present position, for [`Draft::back_to`].
     pub fn mark(&self) -> usize {
         self.undo.len()
     }
 
-    /// Takes back what came after a mark.
+    /// Undoes all steps after a mark.
     pub fn back_to(&mut self, mark: usize) {
         while self.undo.len() > mark {
             let Some(undo) = self.undo.pop() else { return };
             match undo {
                 Undo::Object(kind, name, before) => {
                     self.joined.clear();
-                    // A group that never was has given no addresses: its first vRNIC gets its first address.
+                    // A group that never existed has given no addresses: its first vRNIC gets its first address.
                     if kind == Kind::Group && before.is_none() {
                         self.given.remove(&name);
                     }

@@ -1,47 +1,47 @@
-//! Why a call is refused.
+//! Refusals of calls.
 
 use std::fmt;
 
-/// What kind of refusal it is. Each has a code of gRPC and of HTTP.
+/// The kind of a refusal. Each kind has a gRPC code and an HTTP status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// What was asked for cannot be.
+    /// The request is not valid.
     Invalid,
-    /// It names something that does not exist.
+    /// It names an object that does not exist.
     NotFound,
-    /// It contradicts what exists.
+    /// It contradicts existing objects.
     Conflict,
-    /// Something was changed since the caller looked.
+    /// An object was changed since the caller read it.
     Stale,
     /// The caller is not known.
     Unknown,
-    /// The caller may not.
+    /// The caller lacks the right.
     Denied,
-    /// There is no room for more.
+    /// A limit is reached.
     Full,
     /// The centre cannot change anything at the moment.
     Unavailable,
 }
 
-/// A call that is refused: nothing was changed.
+/// The refusal of a call. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what}")]
 pub struct Refusal {
-    /// What kind of refusal it is.
+    /// Its kind.
     pub kind: Kind,
     /// One line that says what is wrong and what to do.
     pub what: String,
 }
 
-/// Most characters of a line: callers may be quoted in it.
+/// Most characters of the line, which may quote the caller.
 const MAX_LINE: usize = 500;
 
-/// One line of a text.
+/// Converts a text to one line.
 fn line(text: &dyn fmt::Display) -> String {
     text.to_string().chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_LINE).collect()
 }
 
-/// Shorthands that make a refusal of a line.
+/// Constructors of refusals, by kind.
 macro_rules! refusals {
     ($($name:ident $kind:ident)*) => { $(
         #[doc = concat!("A refusal of the kind [`Kind::", stringify!($kind), "`].")]
@@ -54,18 +54,18 @@ macro_rules! refusals {
 impl Refusal {
     refusals! { invalid Invalid not_found NotFound conflict Conflict stale Stale unknown Unknown denied Denied full Full unavailable Unavailable }
 
-    /// The same with more said before it.
+    /// The same refusal, with its place in front.
     pub fn within(self, place: impl fmt::Display) -> Refusal {
         Refusal { kind: self.kind, what: line(&format_args!("{place}: {}", self.what)) }
     }
 }
 
-/// What an error comes from: the network or TLS has said it, and the errors around it say less.
+/// The innermost cause of an error. It comes from the network or TLS; the errors around it say less.
 pub fn root_cause(e: &dyn std::error::Error) -> String {
     e.source().map_or_else(|| e.to_string(), root_cause)
 }
 
-/// What the other end of a call has said, or what happened on the way, in one line.
+/// The message of a failed call in one line: from the other end, or from the transport.
 #[cfg(any(feature = "client", feature = "server"))]
 pub fn said(status: &tonic::Status) -> String {
     let text = match std::error::Error::source(status) {

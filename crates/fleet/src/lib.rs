@@ -1,9 +1,11 @@
-//! A fleet of hosts and their control centre, as data: the messages that they exchange, and what follows from them.
+//! A fleet of hosts and their control centre, as data: the messages that they exchange, and the state that follows from
+//! them.
 //!
-//! [`v1`] has the messages of `proto/unirdma/fleet/v1/fleet.proto`, with their JSON as proto3 defines it. Code that calls the centre comes
-//! with the feature `client`, code that answers calls with `server`.
+//! [`v1`] has the messages of `proto/unirdma/fleet/v1/fleet.proto`, with proto3's JSON mapping. The feature `client`
+//! adds code that calls the centre, the feature `server` code that answers calls.
 //!
-//! The crate has no socket, no file, no clock and no thread. It must never have one: the simulation runs it on a virtual clock.
+//! The crate has no socket, no file, no clock and no thread. It must never have one: the simulation runs it on a
+//! virtual clock.
 
 pub mod agent;
 

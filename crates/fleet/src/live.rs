@@ -1,4 +1,4 @@
-//! What hosts say of themselves. It is kept in memory only: a centre that is started anew hears it again.
+//! The reports of hosts. They are kept only in memory: a restarted centre receives them again.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -12,9 +12,9 @@ use crate::v1;
 
 /// The version of the messages between hosts and centre.
 pub const PROTOCOL: u32 = 1;
-/// A host that has said nothing for so long is not connected. Reports come every few seconds.
+/// A host that has been silent for this time counts as disconnected. Reports come every few seconds.
 pub const SILENCE_MS: u64 = 60_000;
-/// A host's clock that differs more from the centre's is wrong.
+/// A host's clock is wrong if it differs by more than this from the centre's clock.
 const MAX_CLOCK_MS: u64 = 5_000;
 /// Most vRNICs that a host may have announced, or report on in one message.
 pub(crate) const MAX_ANNOUNCED: usize = 10_000;
@@ -28,9 +28,10 @@ const MAX_CONNECTIONS: usize = 256;
 struct Host {
     instance: Option<u64>,
     version: String,
-    /// What this centre has told it, by whichever connection.
+    /// The revision that this centre has sent to the host, on any connection.
     told: u64,
-    /// The last revision that it has said to be in force, or that another centre has passed on. See [`Centre::host_state`] for later ones.
+    /// The last revision that the host has reported to be in force, here or at another centre. For later ones see
+    /// [`Centre::host_state`].
     applied: u64,
     heard_ms: u64,
     clock_ms: i64,
@@ -40,29 +41,29 @@ struct Host {
     via: Option<String>,
     /// Its clock when it said hello.
     hello_ms: u64,
-    /// When it has reported last, of those that came by this connection.
+    /// Time of the last report on this connection.
     reported_ms: Option<u64>,
-    /// Its vRNICs whose figures were others in the last report than in the one before.
+    /// Its vRNICs whose statistics changed between the last two reports.
     moving: BTreeSet<String>,
 }
 
-/// What is known of hosts and vRNICs beside what is declared.
+/// Observed states of hosts and vRNICs, as opposed to declared ones.
 #[derive(Debug, Default)]
 pub struct Live {
     hosts: HashMap<String, Host>,
     vrnics: HashMap<String, (u64, Arc<v1::VrnicState>)>,
-    /// Which vRNICs were reported on since when, by the number of the report.
+    /// vRNICs by the number of their last report.
     order: BTreeMap<u64, String>,
     count: u64,
 }
 
 impl Live {
-    /// What was reported last of a vRNIC.
+    /// The last report on a vRNIC.
     pub(crate) fn vrnic(&self, name: &str) -> Option<&Arc<v1::VrnicState>> {
         self.vrnics.get(name).map(|(_, s)| s)
     }
 
-    /// The last revision that a host has said to be in force.
+    /// The last revision that a host has reported to be in force.
     pub(crate) fn applied(&self, host: &str) -> u64 {
         self.hosts.get(host).map_or(0, |h| h.applied)
     }
@@ -103,7 +104,7 @@ impl Live {
         self.hosts.remove(name);
     }
 
-    /// The rates of these vRNICs are 0 from now on.
+    /// Sets the rates of these vRNICs to 0.
     fn rest(&mut self, names: BTreeSet<String>) {
         for name in names {
             if let Some((_, state)) = self.vrnics.get(&name) {
@@ -131,10 +132,11 @@ fn short(text: &str, most: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(most).collect()
 }
 
-/// Writes into a state what became of its figures, a second, in the milliseconds since another state. True if there is a rate that is not 0.
+/// Computes the rates per second from two states that are `ms` milliseconds apart, and writes them into `state`. True
+/// if one of them is not 0.
 fn rate(state: &mut v1::VrnicState, was: Option<&v1::VrnicState>, ms: u64) -> bool {
     let per_second = |is: u64, was: Option<u64>| match was {
-        // Figures become less if a worker is started anew: then it counts from 0.
+        // Counters become smaller only if a worker is restarted and counts from 0.
         Some(was) if ms > 0 => {
             let more = u128::from(if is >= was { is - was } else { is });
             u64::try_from(more * 1000 / u128::from(ms)).unwrap_or(u64::MAX)
@@ -148,7 +150,8 @@ fn rate(state: &mut v1::VrnicState, was: Option<&v1::VrnicState>, ms: u64) -> bo
     let before: Option<HashMap<&str, &v1::Connection>> =
         was.map(|w| w.connections.iter().map(|c| (c.address.as_str(), c)).collect());
     for c in &mut state.connections {
-        // A queue pair that is closed takes its figures along: what is left of them is less, and no rate follows from that.
+        // When a queue pair is closed, the sums of its connection become smaller. That is no restart of the counters,
+        // so the rate is 0 then.
         let before = before.as_ref().map(|all| all.get(c.address.as_str()).copied());
         let before = |what: fn(&v1::Connection) -> u64, is: u64| before.map(|b| b.map_or(0, what).min(is));
         (c.sent_rate, c.received_rate) = (
@@ -163,33 +166,33 @@ fn clock(host_ms: u64, now_ms: u64) -> i64 {
     i64::try_from(i128::from(host_ms) - i128::from(now_ms)).unwrap_or(i64::MAX)
 }
 
-/// A host that has said hello: what it has been told already, if that still holds.
+/// The answer to a host's hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Greeted {
-    /// The revision that it still has.
+    /// The revision that the host has; `None`: it must be sent everything.
     pub told: Option<u64>,
 }
 
-/// Connected hosts, counted.
+/// Numbers of connected hosts in certain states.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Figures {
-    /// They have not put in force yet all that they were told.
+    /// Hosts that have not yet put in force all that they were sent.
     pub behind: u64,
-    /// There is something that they could not do.
+    /// Hosts that report problems.
     pub with_problems: u64,
-    /// Their clock is wrong, or the centre's.
+    /// Hosts whose clocks differ too much from the centre's clock.
     pub clock_off: u64,
 }
 
 impl Centre {
-    /// What is known of a host. It has put in force all revisions since its last one that do not concern it.
+    /// The state of a host. A host that no change since its last revision concerns has the newest revision in force.
     pub(crate) fn host_state(&self, name: &str, now_ms: u64) -> v1::HostState {
         let state = self.live.host_state(name, now_ms);
         let applied = if self.concerned_since(name, state.applied) { state.applied } else { self.state.revision };
         v1::HostState { applied, ..state }
     }
 
-    /// The connected hosts in figures.
+    /// The numbers of connected hosts.
     pub fn figures(&self, now_ms: u64) -> Figures {
         let mut f = Figures::default();
         let here = self.live.hosts.iter().filter(|(name, _)| self.live.is_connected(name, now_ms));
@@ -201,10 +204,10 @@ impl Centre {
         f
     }
 
-    /// Hears the first message of a host.
+    /// Handles the first message of a host.
     ///
     /// # Errors
-    /// Another host has its certificate, it is not of the fleet, or it is of another version.
+    /// Another host has its certificate, it is not of this fleet, it is of another version, or the message is invalid.
     pub fn hello(&mut self, host: &str, hello: &v1::Hello, now_ms: u64) -> Result<Greeted, Refusal> {
         if hello.protocol != PROTOCOL {
             return Err(Refusal::invalid(format_args!(
@@ -229,7 +232,8 @@ impl Centre {
                 "another host is connected with the certificate of host {host}; let each join with a name of its own"
             )));
         }
-        // A store that was restored from a backup counts some revisions anew. What a host has of those counts only if this centre told it.
+        // After a restore of the store from a backup, some revisions are counted a second time. The host's revision
+        // counts only if this centre sent it or began with it.
         let known = self.begun.max(self.live.hosts.get(host).map_or(0, |h| h.told)).min(self.state.revision);
         let told = (hello.revision > 0 && hello.fleet == self.state.fleet && hello.revision <= known)
             .then_some(hello.revision);
@@ -243,12 +247,12 @@ impl Centre {
         Ok(Greeted { told })
     }
 
-    /// A host has been told the state of a revision.
+    /// Notes the revision that a host was sent.
     pub fn told(&mut self, host: &str, revision: u64) {
         self.live.hosts.entry(host.into()).or_default().told = revision;
     }
 
-    /// A host has put a revision in force.
+    /// Handles a host's report of the revision in force.
     pub fn applied(&mut self, host: &str, applied: &v1::Applied, now_ms: u64) {
         let revision = applied.revision.min(self.state.revision);
         let h = self.live.heard(host, now_ms);
@@ -258,7 +262,7 @@ impl Centre {
         self.forget_told(host, in_force);
     }
 
-    /// A host reports on its vRNICs. It says nothing of those of others.
+    /// Handles a host's report on its vRNICs. vRNICs on other hosts are ignored.
     pub fn report(&mut self, host: &str, report: v1::Report, now_ms: u64) {
         let h = self.live.heard(host, now_ms);
         h.clock_ms = clock(report.clock_ms, now_ms);
@@ -281,12 +285,12 @@ impl Centre {
             }
             self.live.put_vrnic(state);
         }
-        // What is not in a report is as it was.
+        // vRNICs that are not in the report have not changed, so their rates are 0.
         self.live.rest(resting);
         self.live.hosts.entry(host.into()).or_default().moving = moving;
     }
 
-    /// A host's connection has ended, if it is still that of this instance.
+    /// Handles the end of a host's connection, unless the host has a later one of another instance.
     pub fn goodbye(&mut self, host: &str, instance: u64, now_ms: u64) {
         if self.live.hosts.get(host).is_some_and(|h| h.instance == Some(instance) && h.via.is_none()) {
             let h = self.live.heard(host, now_ms);
@@ -296,7 +300,7 @@ impl Centre {
         }
     }
 
-    /// What the hosts that are connected to this centre have said since `told`, for other centres, and the number to ask with the next time.
+    /// The reports since `told` of hosts connected to this centre, for other centres; and the next value of `told`.
     pub fn live_since(&self, told: u64, now_ms: u64) -> (u64, v1::LiveNews) {
         let here = |h: &Host| h.via.is_none();
         let hosts = self.live.hosts.iter().filter(|(_, h)| h.changed > told && here(h)).map(|(name, h)| v1::LiveHost {
@@ -311,8 +315,8 @@ impl Centre {
         (self.live.count, v1::LiveNews { hosts: hosts.collect(), vrnics: vrnics.collect() })
     }
 
-    /// Another centre says what its hosts have said. Gives back the hosts whose connections here end by that: they have moved there, or another
-    /// host with their certificate was there first.
+    /// Handles the reports of another centre's hosts. Returns hosts whose connections here must end: they have moved to
+    /// that centre, or another host with the same certificate was there first.
     pub fn hear_centre(&mut self, centre: &str, news: v1::LiveNews, now_ms: u64) -> Vec<String> {
         let mut cut = Vec::new();
         for host in news.hosts {
@@ -329,7 +333,7 @@ impl Centre {
                     () if !connected => state.connected || now_ms.saturating_sub(state.silent_ms) > old.heard_ms,
                     () if !state.connected => false,
                     () if instance == host.instance => host.hello_ms > old.hello_ms,
-                    // Two hosts came at the same time: both centres choose the same one.
+                    // Two hosts connected at the same time: both centres choose the same one.
                     () => host.instance < instance && old.via.is_none(),
                 };
                 if !wins {
@@ -352,7 +356,7 @@ impl Centre {
         cut
     }
 
-    /// Another centre is gone. Its hosts are connected to none, until they are heard again.
+    /// Handles the loss of another centre. Its hosts count as disconnected until they are reported again.
     pub fn lose_centre(&mut self, centre: &str) {
         let hosts = self.live.hosts.iter().filter(|(_, h)| h.via.as_deref() == Some(centre) && h.instance.is_some());
         for name in hosts.map(|(n, _)| n.clone()).collect::<Vec<_>>() {
@@ -363,7 +367,7 @@ impl Centre {
         }
     }
 
-    /// What has changed of hosts and vRNICs since `told`, and the number to ask with the next time.
+    /// The states of hosts and vRNICs that have changed since `told`, and the next value of `told`.
     pub fn states_since(
         &self,
         actor: &Actor,
@@ -376,7 +380,7 @@ impl Centre {
         let hosts = if all { hosts.map(|(n, _)| self.host_state(n, now_ms)).collect() } else { Vec::new() };
         let mine = actor.groups().into_iter().flatten().filter_map(|g| self.state.groups.get(g.as_str()));
         let vrnics = if !all && (mine.clone().map(|g| g.vrnics.len() as u64).sum::<u64>() < count - told.min(count)) {
-            // It has fewer vRNICs than there is news.
+            // The actor has fewer vRNICs than there are changes.
             let later = |n: &&Name| self.live.vrnics.get(&***n).is_some_and(|(n, _)| *n > told);
             mine.flat_map(|g| &g.vrnics).filter(later).filter_map(|n| self.vrnic_state(actor, n)).collect()
         } else {

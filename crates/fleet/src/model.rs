@@ -1,4 +1,4 @@
-//! What can be declared: the form of each object, before it is looked at beside others.
+//! The declared objects, and checks of each object on its own.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use crate::net::{Net, address, is_usable};
 use crate::tokens::Actor;
 use crate::v1::{self, object};
 
-/// A limit of the whole fleet. Each token, host and group has a part of it, so that none takes all, and administrators have the last eighth for
-/// themselves.
+/// A limit of the whole fleet. Each token, host and group has a part of it, so that none can use up the whole. The last
+/// eighth is reserved for administrators.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
     what: &'static str,
-    /// How much there is.
+    /// The limit.
     pub all: usize,
 }
 
@@ -26,9 +26,9 @@ pub const GROUPS: Limit = Limit::new("groups", 65_536);
 pub const HOSTS: Limit = Limit::new("hosts", 65_536);
 /// Most tokens.
 pub const TOKENS: Limit = Limit::new("tokens", 10_000);
-/// Most that watch at a time.
+/// Most watchers at a time.
 pub const WATCHERS: Limit = Limit::new("watchers", 512);
-/// Bytes of the audit log.
+/// Most bytes of the audit log.
 pub const AUDIT: Limit = Limit::new("bytes of the audit log", 32 << 20);
 
 impl Limit {
@@ -36,15 +36,15 @@ impl Limit {
         Limit { what, all }
     }
 
-    /// What one token, host or group may have, if its administrator does not say otherwise.
+    /// The default part of one token, host or group.
     pub const fn part(&self) -> usize {
         self.all / 16
     }
 
-    /// Refuses what there is no room for: there would be `all`, of which the actor would have `own` and may have `part`.
+    /// Checks a limit for an actor: there would be `all`, of which the actor, whose part is `part`, would have `own`.
     ///
     /// # Errors
-    /// It is too much.
+    /// A limit would be exceeded.
     pub fn room(&self, actor: &Actor, all: usize, own: usize, part: usize) -> Result<(), Refusal> {
         let what = self.what;
         match actor.is_admin() {
@@ -61,10 +61,10 @@ impl Limit {
         }
     }
 
-    /// Refuses a group that would have more than its `most`, which an administrator sets by `field`.
+    /// Checks the limit `most` of a group, which an administrator sets by `field`.
     ///
     /// # Errors
-    /// It would.
+    /// The limit would be exceeded.
     pub fn room_in_group(&self, group: &str, have: usize, most: usize, field: &str) -> Result<(), Refusal> {
         if have <= most {
             return Ok(());
@@ -82,7 +82,7 @@ pub const MAX_APPLY: usize = 20_000;
 pub const MAX_IPS: usize = 16;
 /// Most addresses of a host.
 pub const MAX_ADDRESSES: usize = 16;
-/// Where addresses of a group without ranges come from.
+/// The range of a group that states none.
 pub const DEFAULT_RANGE: &str = "10.77.0.0/16";
 /// The largest number of a group.
 pub const MAX_VNI: u32 = 0xff_ffff;
@@ -91,7 +91,7 @@ pub const MAX_WEIGHT: u32 = 10_000;
 /// The longest burst, microseconds.
 pub const MAX_BURST_US: u64 = 10_000_000;
 
-/// Kinds of objects, in the order in which they depend on each other: rules name vRNICs, which are of groups and on hosts.
+/// Kinds of objects, in the order of dependency: rules name vRNICs, which belong to groups and hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// A machine.
@@ -100,7 +100,7 @@ pub enum Kind {
     Group,
     /// A virtual RDMA NIC.
     Vrnic,
-    /// Who may connect to whom.
+    /// A permission or a ban of connections between groups or vRNICs.
     Rule,
 }
 
@@ -123,7 +123,7 @@ impl Kind {
         }
     }
 
-    /// Its word in names of records and in the API's addresses.
+    /// Its word in keys of records and in the API's paths.
     pub fn word(self) -> &'static str {
         match self {
             Kind::Host => "host",
@@ -180,10 +180,10 @@ impl object::Object {
     }
 }
 
-/// Checks a name: it becomes a directory and an argument.
+/// Checks a name, which becomes a directory and a command's argument.
 ///
 /// # Errors
-/// It is none.
+/// It is not valid.
 pub fn check_name(what: impl fmt::Display, name: &str) -> Result<(), Refusal> {
     let ok = (1..=32).contains(&name.len())
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
@@ -221,10 +221,10 @@ fn check_limits(limits: Option<&v1::Limits>) -> Result<(), Refusal> {
     within("max_sessions", l.max_sessions, 1, 1 << 16)
 }
 
-/// The networks of a group, with the default one if it names none.
+/// The address ranges of a group, or the default range if it states none.
 ///
 /// # Errors
-/// One cannot be read, or there are two of one family.
+/// A range is invalid, or there are two of one family.
 pub fn ranges(group: &v1::Group) -> Result<Vec<Net>, Refusal> {
     let texts: Vec<&str> =
         if group.ranges.is_empty() { vec![DEFAULT_RANGE] } else { group.ranges.iter().map(String::as_str).collect() };
@@ -245,10 +245,10 @@ pub fn ranges(group: &v1::Group) -> Result<Vec<Net>, Refusal> {
     Ok(nets)
 }
 
-/// The addresses of a vRNIC, each with its prefix length if it states one.
+/// The addresses of a vRNIC, each with its prefix length if that is stated.
 ///
 /// # Errors
-/// One cannot be read or used, is there twice, or there are too many.
+/// An address is invalid, unusable or repeated, or there are too many.
 pub fn ips(vrnic: &v1::Vrnic) -> Result<Vec<(std::net::IpAddr, Option<u8>)>, Refusal> {
     if vrnic.ips.len() > MAX_IPS {
         return Err(Refusal::invalid(format_args!("it has {} addresses; {MAX_IPS} are the most", vrnic.ips.len())));
@@ -284,7 +284,7 @@ pub enum Selector {
     Vrnic(String),
 }
 
-/// Reads an end of a rule.
+/// Parses an end of a rule.
 ///
 /// # Errors
 /// It is neither `group:NAME` nor `vrnic:NAME`.
@@ -302,10 +302,10 @@ pub fn selector(text: &str) -> Result<Selector, Refusal> {
     }
 }
 
-/// Checks the form of an object.
+/// Checks an object on its own.
 ///
 /// # Errors
-/// What is wrong with it, with its kind and name before that.
+/// The object is invalid. The message begins with its kind and name.
 pub fn check(object: &object::Object) -> Result<(), Refusal> {
     check_name(object.kind(), object.name())?;
     let checked = match object {
@@ -320,7 +320,7 @@ pub fn check(object: &object::Object) -> Result<(), Refusal> {
 /// Checks the addresses that a host announces.
 ///
 /// # Errors
-/// One is none, or there are too many.
+/// An address is invalid, or there are too many.
 pub fn check_addresses(addresses: &[String]) -> Result<(), Refusal> {
     if addresses.len() > MAX_ADDRESSES {
         return Err(Refusal::invalid(format_args!(

@@ -1,4 +1,4 @@
-//! Addresses and networks as people write them, and which addresses are taken.
+//! Addresses and networks in text form, and sets of taken addresses.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -36,10 +36,10 @@ impl FromStr for Net {
     }
 }
 
-/// Reads an address.
+/// Parses an address.
 ///
 /// # Errors
-/// It is none, in words.
+/// A message that says that it is not an address.
 pub fn address(s: &str) -> Result<IpAddr, String> {
     s.parse().map_err(|_| format!("`{s}` is no IP address; write 10.0.0.1 or fd00::1"))
 }
@@ -48,7 +48,8 @@ fn width(addr: IpAddr) -> u8 {
     if addr.is_ipv4() { 32 } else { 128 }
 }
 
-/// An address as a number. Those of IPv4 and IPv6 do not meet: addresses that map IPv4 into IPv6 are no addresses of vRNICs.
+/// An address as a number. IPv4 and IPv6 addresses have different numbers, because IPv4-mapped IPv6 addresses are not
+/// allowed for vRNICs.
 fn number(addr: IpAddr) -> u128 {
     match addr {
         IpAddr::V4(a) => a.to_ipv6_mapped().to_bits(),
@@ -60,7 +61,7 @@ fn of_number(n: u128) -> IpAddr {
     Ipv6Addr::from_bits(n).to_canonical()
 }
 
-/// True for what the address of a vRNIC can be.
+/// True if a vRNIC can have this address.
 pub fn is_usable(addr: IpAddr) -> bool {
     match addr {
         IpAddr::V4(a) => !(a.is_unspecified() || a.is_multicast() || a.is_broadcast() || a.is_loopback()),
@@ -88,12 +89,13 @@ impl Net {
         (first, first | mask)
     }
 
-    /// The network itself: without the bits that name a host.
+    /// The network without host bits.
     pub fn network(&self) -> Net {
         Net { addr: of_number(self.bounds().0), prefix: self.prefix }
     }
 
-    /// The first and the last address that a vRNIC may have. The names of the network and of all its hosts are none.
+    /// The first and the last address that a vRNIC may have. The network's address and the broadcast address are
+    /// excluded.
     fn hosts(&self) -> (u128, u128) {
         let (first, last) = self.bounds();
         match (self.addr.is_ipv4(), last - first) {
@@ -104,12 +106,12 @@ impl Net {
     }
 }
 
-/// Numbers that are taken, as runs without gaps, so that the next free one is found without a walk over those that are taken.
+/// Taken numbers, as runs without gaps. The next free one is found without visiting each taken one.
 #[derive(Clone, Debug, Default)]
 pub struct Taken(BTreeMap<u128, u128>);
 
 impl Taken {
-    /// Takes a number. It was free.
+    /// Takes a free number.
     fn take_number(&mut self, n: u128) {
         let (mut first, mut last) = (n, n);
         if let Some(next) = n.checked_add(1).and_then(|next| self.0.remove(&next)) {
@@ -156,7 +158,7 @@ impl Taken {
         self.run_of(number(addr)).is_some()
     }
 
-    /// The lowest number from `from` on, up to `last`, that neither this nor `others` have.
+    /// The lowest number from `from` to `last` that is in neither `self` nor `others`.
     fn next(&self, others: &[&Taken], from: u128, last: u128) -> Option<u128> {
         let mut n = from;
         while n <= last {
@@ -168,27 +170,27 @@ impl Taken {
         None
     }
 
-    /// A free address of `net` that none of `others` has: the next one after `after`, or else the lowest. So an address that was given back
-    /// rests for as long as there are others.
+    /// A free address of `net` that is not in `others`: the next one after `after`, or else the lowest. A returned
+    /// address is thus reused as late as possible.
     pub fn find(&self, net: &Net, others: &[&Taken], after: Option<IpAddr>) -> Option<IpAddr> {
         let (first, last) = net.hosts();
         let from = after.map_or(first, |a| number(a).saturating_add(1)).max(first);
         self.next(others, from, last).or_else(|| self.next(others, first, last)).map(of_number)
     }
 
-    /// A free number of a range.
+    /// The lowest free number of a range.
     pub fn find_number(&self, first: u32, last: u32) -> Option<u32> {
         self.next(&[], first.into(), last.into()).and_then(|n| u32::try_from(n).ok())
     }
 
-    /// Takes a number that is no address.
+    /// Takes a number that is not an address.
     pub fn take_id(&mut self, n: u32) {
         if self.run_of(n.into()).is_none() {
             self.take_number(n.into());
         }
     }
 
-    /// Gives a number back that is no address.
+    /// Returns a number that is not an address.
     pub fn free_id(&mut self, n: u32) {
         self.free_number(n.into());
     }

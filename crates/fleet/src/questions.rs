@@ -1,6 +1,6 @@
-//! What is asked of the centre: objects, changes, tokens, the audit log, figures. Nothing here changes anything.
+//! Queries: objects, changes, tokens, the audit log, the status. They change nothing.
 //!
-//! A tenant's question goes by what the tenant may see: it walks over the tenant's groups, and what is not in them does not exist.
+//! A tenant's query visits only the tenant's groups. To the tenant, objects outside them do not exist.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -16,13 +16,13 @@ use crate::state::{Group, Name, State};
 use crate::tokens::Actor;
 use crate::v1;
 
-/// An answer about the audit log ends when it has so many bytes.
+/// Bytes of an answer about the audit log after which the answer ends.
 const MAX_AUDIT_BYTES: usize = 4 << 20;
 
-/// An object, and the groups that one must see to see it. Without one it takes a reader.
+/// An object, and the groups that an actor must see to see it. An object without groups is visible only to readers.
 pub(crate) type Owned = (v1::Object, Vec<Name>);
 
-/// A change, with what decides who sees it.
+/// A change, with the groups that decide who sees it.
 #[derive(Debug)]
 pub struct Seen {
     kind: Kind,
@@ -35,7 +35,7 @@ impl Seen {
         Seen { kind, before, after }
     }
 
-    /// What an actor who watches is told of it.
+    /// The change as an actor sees it who watches; `None` if it does not.
     pub fn told(&self, actor: &Actor, watch: &v1::WatchRequest) -> Option<v1::Change> {
         let in_group = |groups: &[Name]| {
             watch.group.is_empty() || self.kind != Kind::Rule && groups.iter().any(|g| **g == *watch.group)
@@ -57,7 +57,7 @@ impl Seen {
 }
 
 impl State {
-    /// The groups that one must see to see an object.
+    /// The groups that an actor must see to see an object.
     fn groups_of(&self, kind: Kind, name: &str) -> Option<Vec<Name>> {
         Some(match kind {
             Kind::Host => Vec::new(),
@@ -67,7 +67,7 @@ impl State {
         })
     }
 
-    /// Whether there is an object that an actor sees. One that it does not see does not exist for it.
+    /// Whether an object exists and an actor sees it. To the actor, an object that it does not see does not exist.
     pub(crate) fn is_seen(&self, actor: &Actor, kind: Kind, name: &str) -> bool {
         match kind {
             Kind::Host => actor.sees_all() && self.hosts.contains_key(name),
@@ -85,7 +85,7 @@ impl State {
 }
 
 impl Centre {
-    /// The changes since a revision; `None` if they are not remembered any more.
+    /// The changes since a revision; `None` if they are no longer remembered.
     pub fn changes_since(&self, told: u64) -> Option<Vec<Arc<Seen>>> {
         if told < self.changes_floor {
             return None;
@@ -103,7 +103,7 @@ impl Centre {
         Ok(v1::ListTokensResponse { tokens: self.state.tokens.values().filter_map(|t| t.token.clone()).collect() })
     }
 
-    /// Who changed what, newest first.
+    /// The audit log, newest entry first.
     ///
     /// # Errors
     /// The actor may not see it.
@@ -121,7 +121,7 @@ impl Centre {
         Ok(v1::AuditResponse { entries })
     }
 
-    /// The centre in figures, of what an actor sees; who asks fills in what this does not know.
+    /// The status that an actor may see. The caller adds the fields that are unknown here.
     pub fn status(&self, actor: &Actor, now_ms: u64) -> v1::StatusResponse {
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let revision = self.state.revision;
@@ -146,7 +146,8 @@ impl Centre {
         }
     }
 
-    /// What was reported of a vRNIC, for an actor: of vRNICs that it does not see it hears their addresses, and not their names.
+    /// The last report on a vRNIC for an actor. It has the addresses of connected vRNICs that the actor does not see,
+    /// but not their names.
     pub(crate) fn vrnic_state(&self, actor: &Actor, name: &str) -> Option<Arc<v1::VrnicState>> {
         let state = self.live.vrnic(name)?;
         let hidden = |c: &v1::Connection| !c.peer.is_empty() && !self.state.is_seen(actor, Kind::Vrnic, &c.peer);
@@ -158,10 +159,10 @@ impl Centre {
         Some(Arc::new(state))
     }
 
-    /// Objects, with what is known of them beside what is declared.
+    /// Objects, with their observed states.
     ///
     /// # Errors
-    /// The question cannot be.
+    /// The query is invalid.
     pub fn get(&self, actor: &Actor, q: &v1::GetRequest, now_ms: u64) -> Result<v1::GetResponse, Refusal> {
         let kind = Kind::of(q.kind)?;
         if kind.is_none() && !(q.after.is_empty() && q.name.is_empty()) {
@@ -189,7 +190,7 @@ impl Centre {
         Ok(v1::GetResponse { revision: self.state.revision, objects, hosts, vrnics, more })
     }
 
-    /// Whether an object is of the group, and on the host, that a question is about: vRNICs are, and a group itself.
+    /// Whether an object matches the group and the host of a query. Only vRNICs and groups can.
     fn fits(&self, kind: Kind, name: &str, q: &v1::GetRequest) -> bool {
         let (group, host) = (q.group.as_str(), q.host.as_str());
         match kind {
@@ -201,7 +202,7 @@ impl Centre {
         }
     }
 
-    /// The names of a kind that a question may be about, from where it goes on. The narrowest index is used.
+    /// The names of a kind that a query may match, from its position on. The narrowest index is used.
     fn names<'a>(&'a self, actor: &'a Actor, kind: Kind, q: &'a v1::GetRequest) -> Names<'a> {
         let state = &self.state;
         if !q.name.is_empty() {
@@ -239,7 +240,7 @@ fn keys<'a, V>(map: &'a BTreeMap<Name, V>, from: Bound<&'a str>) -> Names<'a> {
     Box::new(map.range::<str, _>((from, Unbounded)).map(|(n, _)| &**n))
 }
 
-/// The names of all sets in their order, each once.
+/// The union of all sets, in order.
 fn merged<'a>(sets: impl Iterator<Item = &'a BTreeSet<Name>>, from: Bound<&'a str>) -> Names<'a> {
     let mut ranges: Vec<_> = sets.map(|s| s.range::<str, _>((from, Unbounded))).collect();
     let firsts = ranges.iter_mut().enumerate().filter_map(|(i, r)| r.next().map(|n| Reverse((&**n, i))));

@@ -1,4 +1,4 @@
-//! What is kept in a store: records with keys, as text and bytes. A store knows nothing of what they mean.
+//! The content of a store: records with keys, as text and bytes. The store does not interpret them.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::v1::{self, object::Object};
 pub struct Write {
     /// Its key: letters, digits, `_`, `.`, `-` and `/`.
     pub key: String,
-    /// What it is to be.
+    /// Its new value; `None`: it is removed.
     pub value: Option<Vec<u8>>,
 }
 
@@ -55,7 +55,7 @@ pub(crate) fn audit(revision: u64, entry: Option<&v1::AuditEntry>) -> Write {
 }
 
 impl State {
-    /// Puts records into the state: first what goes, from what depends to what it depends on, then what comes.
+    /// Applies records to the state: first removals, dependent objects first, then new values.
     pub(crate) fn take(&mut self, records: Vec<Record>) -> Result<(), Refusal> {
         let mut objects = Vec::new();
         for record in records {
@@ -89,7 +89,7 @@ impl State {
         Ok(())
     }
 
-    /// All records, but for the first one.
+    /// All records, except the first one.
     pub(crate) fn records(&self) -> Vec<Write> {
         let mut all = Vec::new();
         let mut objects = |kind: Kind, name: &str| all.push(object(kind, name, self.get(kind, name)));
@@ -109,7 +109,7 @@ pub fn meta(fleet: &str) -> Write {
     write(META.into(), Some(v1::Meta { fleet: fleet.into(), format: FORMAT }.encode_to_vec()))
 }
 
-/// Reads a record.
+/// Parses a record.
 ///
 /// # Errors
 /// It is damaged, or of another version of this program.

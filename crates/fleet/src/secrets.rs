@@ -1,5 +1,6 @@
-//! Secrets of groups, and of two groups that a rule joins. Another one is introduced in steps: all hosts take it, then all send it, then the
-//! one before is dropped. A step is made when each host concerned has put the one before in force, or after a deadline.
+//! Secrets of groups, and of pairs of groups that a rule joins. A secret is replaced in steps: all hosts accept the new
+//! one, then all hosts send with it, then the old one is dropped. The next step is made when each concerned host has
+//! put the one before in force, or after a deadline.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +19,7 @@ pub const STEP_DEADLINE_MS: u64 = 600_000;
 const MAX_ID: u32 = 255;
 
 impl State {
-    /// Whether there is to be a secret of a group and nothing, or of two groups in their order.
+    /// Whether a group (with an empty second name) or a pair of groups must have a secret.
     fn wants_secret(&self, of: &(String, String)) -> bool {
         let has = |g: &str| self.groups.get(g).is_some_and(|g| g.object.secret);
         let (a, b) = of;
@@ -26,13 +27,13 @@ impl State {
             || (has(a) || has(b)) && self.groups.get(a.as_str()).is_some_and(|g| g.joins.contains_key(b.as_str()))
     }
 
-    /// Whose secrets may change with a group: its own, and those with groups that rules join with it.
+    /// The group and the pairs whose secrets may change with a group.
     fn secrets_beside<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (String, String)> + 'a {
         let pairs = self.joins_of(group).map(|(far, _)| pair(group, far));
         pairs.chain([(group.to_owned(), String::new())])
     }
 
-    /// The secrets of a group or of two.
+    /// The secrets of a group or of a pair.
     fn secrets_with(&self, of: &(String, String)) -> Vec<(SecretName, v1::SecretRecord)> {
         let (first, last) = ((of.0.clone(), of.1.clone(), 0), (of.0.clone(), of.1.clone(), u32::MAX));
         self.secrets.range(first..=last).map(|(n, s)| (n.clone(), s.clone())).collect()
@@ -44,7 +45,7 @@ impl State {
     }
 }
 
-/// Two groups in their order.
+/// Two groups in order.
 fn pair(a: &str, b: &str) -> (String, String) {
     (a.min(b).to_owned(), a.max(b).to_owned())
 }
@@ -59,7 +60,7 @@ impl Draft<'_> {
         self.set_secret((of.0.clone(), of.1.clone(), id), Some(record));
     }
 
-    /// Makes the secrets that are wanted because of what has changed, and drops those that are not.
+    /// Makes missing secrets that the draft's changes require, and drops secrets that they make superfluous.
     pub fn reconcile_secrets(&mut self, rng: &mut ChaCha20Rng, now_ms: u64) {
         for of in self.secrets_concerned() {
             let there = self.state.secrets_with(&of);
@@ -71,11 +72,12 @@ impl Draft<'_> {
         }
     }
 
-    /// Whose secrets may have to be made or dropped because of what has changed.
+    /// Groups and pairs whose secrets may have to be made or dropped because of the draft's changes.
     fn secrets_concerned(&self) -> BTreeSet<(String, String)> {
         let mut concerned = BTreeSet::new();
         let changed = self.changed();
-        // The group of an end of a rule that was there before this change. Its vRNIC may have gone with it.
+        // The group at an end of a rule that existed before this change. The vRNIC at that end may have been removed by
+        // the change.
         let group_before = |end: &str| match selector(end).ok()? {
             Selector::Group(g) => Some(g),
             Selector::Vrnic(v) => match changed.get(&(Kind::Vrnic, v.clone())) {
@@ -98,12 +100,12 @@ impl Draft<'_> {
                 Kind::Host | Kind::Vrnic => {}
             }
         }
-        // Within a group its own secret serves.
+        // Within a group, the group's own secret is used.
         concerned.retain(|(a, b)| a != b);
         concerned
     }
 
-    /// Begins to introduce another secret of a group, and of the pairs that it is in. Gives the number of the group's own.
+    /// Begins to replace the secrets of a group and of its pairs. Returns the number of the group's new secret.
     pub fn rotate(&mut self, group: &str, rng: &mut ChaCha20Rng, now_ms: u64) -> Result<u32, Refusal> {
         let Some(g) = self.state.groups.get(group) else {
             return Err(Refusal::not_found(format_args!("there is no group {group}")));

@@ -1,5 +1,5 @@
-//! All that a fleet is, with the indexes that make each question cost what its answer is about. Everything changes by [`State::set`], which
-//! gives back what was there before; setting that again undoes it.
+//! The state of a fleet, with indexes, so that the cost of a query depends on the size of its answer. All changes go
+//! through [`State::set`], which returns the former value; setting that again undoes the change.
 
 use std::borrow::Borrow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -12,21 +12,21 @@ use crate::model::{Kind, Selector, ips, ranges, selector};
 use crate::net::{Net, Taken};
 use crate::v1::{self, object::Object};
 
-/// A name. Many indexes share it.
+/// A name, which many indexes share.
 pub type Name = Arc<str>;
 
-/// A group with what is in it.
+/// A group and its content.
 #[derive(Clone, Debug, Default)]
 pub struct Group {
     pub(crate) object: v1::Group,
     pub(crate) revision: u64,
     pub(crate) ranges: Vec<Net>,
     pub(crate) vrnics: BTreeSet<Name>,
-    /// How many of its vRNICs each host has.
+    /// Number of its vRNICs on each host.
     pub(crate) hosts: BTreeMap<Name, u32>,
-    /// The rules that name it or one of its vRNICs.
+    /// The rules that name the group or one of its vRNICs.
     pub(crate) rules: BTreeSet<Name>,
-    /// How many rules there are between it and each group, itself among them.
+    /// Number of rules between this group and each group, including itself.
     pub(crate) beside: BTreeMap<Name, u32>,
     /// The groups that rules join with it.
     pub(crate) joins: BTreeMap<Name, Joins>,
@@ -34,19 +34,19 @@ pub struct Group {
     pub(crate) taken: Taken,
 }
 
-/// What rules join of two groups: a vRNIC of the near one with a vRNIC of the far one, and the number of rules that do. `None` stands for all
-/// vRNICs of the group. However many rules join the same two, there is one entry.
+/// The rules that join two groups: pairs of a vRNIC of the near group and a vRNIC of the far group, with the number of
+/// rules that join them. `None` stands for all vRNICs of the group.
 pub(crate) type Joins = BTreeMap<(Option<Name>, Option<Name>), u32>;
 
-/// Whether a rule joins all of the near group, or this vRNIC of it, with something.
+/// Whether a rule joins the whole near group (`None`), or this vRNIC of it, with something.
 fn joins_near(joins: &Joins, near: Option<&Name>) -> bool {
     joins.range((near.cloned(), None)..).next().is_some_and(|((n, _), _)| n.as_ref() == near)
 }
 
-/// Two vRNICs with one address, both of which a group would see.
+/// Two vRNICs with the same address that one group would both see.
 pub(crate) struct Clash {
     pub ip: IpAddr,
-    /// The vRNICs with their groups.
+    /// The vRNICs, with their groups.
     pub both: [(Name, Name); 2],
     pub viewer: Name,
 }
@@ -61,7 +61,7 @@ impl From<Clash> for Refusal {
     }
 }
 
-/// A vRNIC with its addresses as such.
+/// A vRNIC with its parsed addresses.
 #[derive(Clone, Debug)]
 pub struct Vrnic {
     pub(crate) object: v1::Vrnic,
@@ -88,19 +88,19 @@ pub struct Rule {
 }
 
 impl End {
-    /// All of a group.
+    /// The end that is a whole group.
     pub(crate) fn whole(group: &Name) -> End {
         End { group: group.clone(), vrnic: None }
     }
 }
 
 impl Rule {
-    /// True if it lets vRNICs of two groups talk.
+    /// True if the rule allows connections between different groups.
     pub(crate) fn joins(&self) -> bool {
         self.object.action() == v1::rule::Action::Allow && self.ends[0].group != self.ends[1].group
     }
 
-    /// Its ends, each with the other one.
+    /// Its ends, each with the opposite one.
     pub(crate) fn sides(&self) -> [(&End, &End); 2] {
         [(&self.ends[0], &self.ends[1]), (&self.ends[1], &self.ends[0])]
     }
@@ -112,25 +112,25 @@ pub struct Host {
     pub(crate) object: v1::Host,
     pub(crate) revision: u64,
     pub(crate) vrnics: BTreeSet<Name>,
-    /// How many vRNICs of each group it has.
+    /// Number of its vRNICs of each group.
     pub(crate) groups: BTreeMap<Name, u32>,
 }
 
-/// A group's name, the other group's or nothing, and the secret's number.
+/// A group's name, another group's name or nothing, and the secret's number.
 pub(crate) type SecretName = (String, String, u32);
 
-/// All that a fleet is.
+/// The state of a fleet.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     /// The state's number.
     pub(crate) fleet: String,
-    /// How many changes made it.
+    /// Number of changes that made it.
     pub(crate) revision: u64,
     pub(crate) hosts: BTreeMap<Name, Host>,
     pub(crate) groups: BTreeMap<Name, Group>,
     pub(crate) vrnics: BTreeMap<Name, Vrnic>,
     pub(crate) rules: BTreeMap<Name, Rule>,
-    /// The rules that name a vRNIC itself.
+    /// The rules that name a vRNIC.
     pub(crate) naming: BTreeMap<Name, BTreeSet<Name>>,
     pub(crate) macs: HashMap<String, Name>,
     pub(crate) vnis: Taken,
@@ -140,11 +140,11 @@ pub struct State {
     pub(crate) audit: Audit,
 }
 
-/// An object with the change that made it what it is.
+/// An object, and the revision that made it.
 pub type Kept = (Object, u64);
 
 impl State {
-    /// An object as it is.
+    /// An object's present value.
     pub(crate) fn get(&self, kind: Kind, name: &str) -> Option<Kept> {
         match kind {
             Kind::Host => self.hosts.get(name).map(|o| (o.object.clone().into(), o.revision)),
@@ -154,10 +154,10 @@ impl State {
         }
     }
 
-    /// Makes an object what it is to be, or removes it. Gives back what it was.
+    /// Sets or removes an object. Returns its former value.
     ///
     /// # Errors
-    /// It names a group, host or vRNIC that does not exist, or others need it. Nothing was changed.
+    /// It names a group, host or vRNIC that does not exist, or other objects depend on it. Nothing is changed then.
     pub(crate) fn set(&mut self, kind: Kind, name: &str, to: Option<Kept>) -> Result<Option<Kept>, Refusal> {
         let before = self.get(kind, name);
         match (kind, to) {
@@ -213,7 +213,7 @@ impl State {
         Ok(())
     }
 
-    /// Gives a number back, unless another group has it by now.
+    /// Frees a group's number, unless another group has taken it meanwhile.
     fn free_vni(&mut self, vni: u32, group: &str) {
         if self.vni_of.get(&vni).is_some_and(|g| &**g == group) {
             self.vnis.free_id(vni);
@@ -351,17 +351,17 @@ impl State {
         }
     }
 
-    /// The rules that name a vRNIC itself.
+    /// The rules that name a vRNIC.
     pub(crate) fn rules_naming(&self, vrnic: &str) -> impl Iterator<Item = &Name> {
         self.naming.get(vrnic).into_iter().flatten()
     }
 
-    /// The groups that rules join with a group, and which ends they join.
+    /// The groups that rules join with a group, with the joined ends.
     pub(crate) fn joins_of<'a>(&'a self, group: &str) -> impl Iterator<Item = (&'a Name, &'a Joins)> + use<'a> {
         self.groups.get(group).into_iter().flat_map(|g| &g.joins)
     }
 
-    /// The ends that rules join with all of a group, or with this vRNIC of it.
+    /// The ends that rules join with a whole group, or with one vRNIC of it.
     pub(crate) fn far_ends<'a>(&'a self, group: &str, near: Option<&'a Name>) -> impl Iterator<Item = End> + use<'a> {
         self.joins_of(group).flat_map(move |(far, joins)| {
             let of_near = joins.range((near.cloned(), None)..).take_while(move |((n, _), _)| n.as_ref() == near);
@@ -369,7 +369,8 @@ impl State {
         })
     }
 
-    /// The addresses of a group that vRNICs of joined groups see too, or whose addresses they see: a new one of it must be none of these.
+    /// The groups whose addresses are seen together with a group's addresses. A new address of the group must differ
+    /// from theirs.
     pub(crate) fn joined_groups(&self, group: &str) -> BTreeSet<Name> {
         let near = self.joins_of(group).map(|(g, _)| g);
         let mut all: BTreeSet<Name> =
@@ -378,7 +379,7 @@ impl State {
         all
     }
 
-    /// How many rules have both ends in these groups.
+    /// Number of rules with both ends in these groups.
     pub(crate) fn rules_within(&self, groups: &BTreeSet<String>) -> usize {
         let of = |g: &String| {
             let beside = self.groups.get(g.as_str()).into_iter().flat_map(|g| &g.beside);
@@ -388,8 +389,8 @@ impl State {
         groups.iter().map(of).sum()
     }
 
-    /// Refuses two vRNICs that a third one, or one of them, would reach at the same address. `vrnic` has changed. `work` counts the groups whose
-    /// addresses are looked at.
+    /// Refuses two vRNICs that a third one, or one of them, would reach at the same address. `vrnic` has changed.
+    /// `work` counts the groups whose addresses are compared.
     pub(crate) fn check_addresses_of(&self, vrnic: &str, work: &mut u64) -> Result<(), Clash> {
         let Some((name, v)) = self.vrnics.get_key_value(vrnic) else { return Ok(()) };
         for (far, joins) in self.joins_of(&v.group) {
@@ -401,7 +402,8 @@ impl State {
         self.check_seen_by(&v.group, name, v, work)
     }
 
-    /// Refuses a rule by which one address would mean two vRNICs. If another rule joins the same ends, it brings nothing new.
+    /// Refuses a rule that would make one address stand for two vRNICs. A rule that joins the same ends as another one
+    /// is not checked again.
     pub(crate) fn check_addresses_by(&self, rule: &str, work: &mut u64) -> Result<(), Clash> {
         let Some(rule) = self.rules.get(rule).filter(|r| r.joins()) else { return Ok(()) };
         let [from, to] = &rule.ends;
@@ -418,19 +420,19 @@ impl State {
         Ok(())
     }
 
-    /// The groups of which `viewer` sees something, with itself.
+    /// The groups of which `viewer` sees something, including itself.
     fn seen_by<'a>(&'a self, viewer: &'a Name) -> impl Iterator<Item = (&'a Name, &'a Group)> {
         let joined = self.joins_of(viewer).map(|(far, _)| far);
         joined.chain([viewer]).filter_map(|g| self.groups.get_key_value(g))
     }
 
-    /// Whether `viewer` sees a vRNIC of a group.
+    /// Whether `viewer` sees a vRNIC of the group `name`.
     fn is_seen_by(viewer: &Name, (name, group): (&Name, &Group), vrnic: &Name) -> bool {
         let seen = |j: &Joins| joins_near(j, None) || joins_near(j, Some(vrnic));
         name == viewer || group.joins.get(viewer).is_some_and(seen)
     }
 
-    /// Refuses an address of a vRNIC that somebody else has whom the group `viewer` sees, too.
+    /// Refuses an address of vRNIC `name` that another vRNIC seen by the group `viewer` has.
     fn check_seen_by(&self, viewer: &Name, name: &Name, v: &Vrnic, work: &mut u64) -> Result<(), Clash> {
         for other in self.seen_by(viewer).filter(|(g, _)| **g != v.group) {
             *work += 1;
@@ -444,8 +446,8 @@ impl State {
         Ok(())
     }
 
-    /// Refuses an address of any vRNIC of `group` that somebody else has whom the group `viewer` sees, too. Of two groups the addresses of the
-    /// smaller one are looked up.
+    /// Refuses an address of any vRNIC of `group` that another vRNIC seen by the group `viewer` has. The smaller
+    /// group's addresses are looked up in the larger group.
     fn check_group_seen_by(&self, viewer: &Name, group: &Name, work: &mut u64) -> Result<(), Clash> {
         let Some(mine) = self.groups.get(group) else { return Ok(()) };
         for other in self.seen_by(viewer).filter(|(g, _)| *g != group) {
@@ -463,7 +465,7 @@ impl State {
         Ok(())
     }
 
-    /// The hosts that have what a rule's end names.
+    /// The hosts that have vRNICs at a rule's end.
     pub(crate) fn hosts_of(&self, end: &End) -> Vec<Name> {
         match &end.vrnic {
             Some(v) => self.vrnics.get(v).and_then(|v| v.host.clone()).into_iter().collect(),
@@ -471,7 +473,7 @@ impl State {
         }
     }
 
-    /// The vRNICs that a rule's end names.
+    /// The vRNICs at a rule's end.
     pub(crate) fn vrnics_of(&self, end: &End) -> Vec<Name> {
         match &end.vrnic {
             Some(v) => vec![v.clone()],
@@ -480,7 +482,7 @@ impl State {
     }
 }
 
-/// One less of something; nothing of it is left without an entry.
+/// Decrements a count. An entry that reaches 0 is removed.
 fn count_down<K: Ord + Borrow<Q>, Q: Ord + ?Sized>(counts: &mut BTreeMap<K, u32>, key: &Q) {
     if let Some(n) = counts.get_mut(key) {
         *n -= 1;

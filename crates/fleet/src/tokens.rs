@@ -1,4 +1,4 @@
-//! Who calls: tokens with their roles, and hosts. Of a token only the hash is kept.
+//! Actors: tokens with their roles, and hosts. Only the hash of a token is kept.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ const MAX_GROUPS: usize = 1_000;
 /// Stands for all hosts.
 const ALL_HOSTS: &str = "*";
 
-/// Somebody who calls, and what it may do.
+/// A caller with its rights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Actor {
     who: String,
@@ -28,7 +28,7 @@ enum Power {
     Reader,
     Tenant {
         groups: BTreeSet<String>,
-        /// Where it may put vRNICs, beside hosts that have some of its groups. `None`: anywhere.
+        /// Hosts on which a tenant may put vRNICs, besides hosts that have vRNICs of its groups. `None`: any host.
         hosts: Option<BTreeSet<String>>,
     },
     Host(String),
@@ -45,12 +45,12 @@ impl Actor {
         Actor { who: format!("host {name}"), power: Power::Host(name.into()) }
     }
 
-    /// What it is called in the audit log.
+    /// Its name in the audit log.
     pub fn who(&self) -> &str {
         &self.who
     }
 
-    /// What it is called in a sentence.
+    /// Its name in a sentence.
     pub(crate) fn title(&self) -> String {
         if self.host().is_some() { self.who.clone() } else { format!("token {}", self.who) }
     }
@@ -60,7 +60,7 @@ impl Actor {
         if let Power::Tenant { groups, .. } = &self.power { Some(groups) } else { None }
     }
 
-    /// The hosts on which a tenant may put vRNICs, beside those that have some of its groups; `None`: any.
+    /// Hosts on which a tenant may put vRNICs, besides hosts that have vRNICs of its groups. `None`: any host.
     pub(crate) fn hosts(&self) -> Option<&BTreeSet<String>> {
         if let Power::Tenant { hosts, .. } = &self.power { hosts.as_ref() } else { None }
     }
@@ -74,7 +74,7 @@ impl Actor {
         self.groups().is_some()
     }
 
-    /// The host that it is.
+    /// The host's name, if the actor is a host.
     pub(crate) fn host(&self) -> Option<&str> {
         if let Power::Host(name) = &self.power { Some(name) } else { None }
     }
@@ -84,12 +84,13 @@ impl Actor {
         matches!(self.power, Power::Admin | Power::Reader)
     }
 
-    /// True if it sees what is in a group.
+    /// True if it sees the objects of a group.
     pub(crate) fn sees_group(&self, group: &str) -> bool {
         self.sees_all() || self.groups().is_some_and(|groups| groups.contains(group))
     }
 
-    /// True for a vRNIC that it may declare, as far as that depends on whose it is. What a host does not reach has its name from somebody else.
+    /// Whether a vRNIC is within the actor's reach, by its owner. A name that is out of a host's reach is used by
+    /// somebody else.
     pub(crate) fn reaches(&self, v: &v1::Vrnic) -> bool {
         match &self.power {
             Power::Admin | Power::Reader => true,
@@ -108,7 +109,7 @@ impl Actor {
         )))
     }
 
-    /// Refuses who may change nothing at all.
+    /// Refuses actors that may not change anything.
     pub(crate) fn may_change(&self) -> Result<(), Refusal> {
         match self.power {
             Power::Reader => Err(Refusal::denied(format_args!("token {} may only read", self.who))),
@@ -116,7 +117,7 @@ impl Actor {
         }
     }
 
-    /// Refuses who may not see what belongs to all.
+    /// Refuses actors that may not see data of the whole fleet.
     pub(crate) fn needs_reader(&self, what: &str) -> Result<(), Refusal> {
         if self.sees_all() {
             return Ok(());
@@ -127,7 +128,7 @@ impl Actor {
         )))
     }
 
-    /// Refuses who may not change what is in a group.
+    /// Refuses actors that may not change objects of a group.
     pub(crate) fn may_group(&self, group: &str) -> Result<(), Refusal> {
         self.may_change()?;
         match self.groups() {
@@ -145,7 +146,7 @@ impl Actor {
     }
 }
 
-/// A time as people write it, in UTC.
+/// A time in readable form, in UTC.
 pub(crate) fn date(seconds: u64) -> String {
     let (days, rest) = ((seconds / 86_400).min(3_000_000), seconds % 86_400);
     // Days since 1 March of the year 0, in eras of 400 years: the civil calendar without tables.
@@ -163,17 +164,17 @@ fn hash(secret: &str) -> Vec<u8> {
     Sha256::digest(secret.as_bytes()).to_vec()
 }
 
-/// Compares without telling by its time where they differ.
+/// Compares in constant time, so that the time does not tell where the arguments differ.
 fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |all, (x, y)| all | (x ^ y)) == 0
 }
 
 impl State {
-    /// The token of a secret.
+    /// The token with a secret.
     fn token(&self, secret: &str, now_ms: u64) -> Result<(&v1::Token, &v1::TokenRecord), Refusal> {
         let unknown = || Refusal::unknown("the token is not known here; make one with `unirdma token create`");
         let (id, _) = secret.split_once('.').ok_or_else(unknown)?;
-        // Made also if there is no such token, so that the time does not tell which there are.
+        // The hash is computed even if there is no such token, so that the time does not tell which tokens exist.
         let hash = hash(secret);
         let record = self.tokens.get(id).filter(|t| same(&t.hash, &hash)).ok_or_else(unknown)?;
         let token = record.token.as_ref().ok_or_else(unknown)?;
@@ -188,10 +189,10 @@ impl State {
         Ok((token, record))
     }
 
-    /// Who calls with this token.
+    /// The actor that a token stands for.
     ///
     /// # Errors
-    /// Nobody does, or the token lets a host join and no more.
+    /// The token is unknown, or it only lets a host join.
     pub(crate) fn actor(&self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
         let (token, record) = self.token(secret, now_ms)?;
         let any = !record.lists_hosts || token.hosts.iter().any(|h| h == ALL_HOSTS);
@@ -228,7 +229,7 @@ impl State {
 }
 
 impl Draft<'_> {
-    /// Keeps a token. Its secret has been made of `random`.
+    /// Makes a token, with a secret derived from `random`.
     pub fn create_token(
         &mut self,
         actor: &Actor,
@@ -291,7 +292,7 @@ impl Draft<'_> {
         Ok(v1::CreateTokenResponse { token: Some(token), secret })
     }
 
-    /// Takes a token away.
+    /// Revokes a token.
     pub fn revoke_token(&mut self, id: &str) -> Result<(), Refusal> {
         if !self.state.tokens.contains_key(id) {
             let shown: String = id.chars().take(40).collect();

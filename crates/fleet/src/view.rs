@@ -1,5 +1,5 @@
-//! What each host is told: pieces with keys. [`Sight::item`] says whether a host is told of a key, and what; it is the only place that
-//! decides. [`Look`] says of a change which keys of which hosts it may concern. It may name too many, and never too few.
+//! The view of each host: pieces with keys. [`Sight::item`] alone decides whether a host is sent a piece, and its
+//! content. [`Look`] finds the keys and hosts that a change may concern. It may find too many, and must never miss one.
 
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,25 +9,25 @@ use crate::model::Kind;
 use crate::state::{End, Host, Joins, Name, Rule, State, Vrnic};
 use crate::v1::{self, item::Item};
 
-/// Which piece of what a host is told.
+/// The key of a piece.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Key {
-    /// A group that the host has, or that is joined with one.
+    /// A group that the host has, or that is joined with such a group.
     Group(Name),
-    /// A secret of a group, or of two.
+    /// A secret of a group, or of a pair of groups.
     Secret(Name, Name, u32),
     /// Another host.
     Place(Name),
-    /// A vRNIC elsewhere.
+    /// A vRNIC on another host.
     Peer(Name),
-    /// A vRNIC of the host.
+    /// A vRNIC on this host.
     Vrnic(Name),
     /// A rule.
     Rule(Name),
 }
 
 impl Key {
-    /// As it is sent. `force`: a vRNIC was deleted.
+    /// The key as a message. `force`: the vRNIC was deleted.
     pub fn message(&self, force: bool) -> v1::ItemKey {
         use v1::item_key::Key as K;
         let key = match self {
@@ -42,22 +42,22 @@ impl Key {
     }
 }
 
-/// Pieces of what hosts are told.
+/// A set of keys.
 pub(crate) type Keys = BTreeSet<Key>;
 
-/// Why hosts are told something. All that are told it for one reason share one set of keys: a change of many vRNICs of a group on many hosts
-/// costs their sum, not their product.
+/// Why hosts are concerned. Hosts that are concerned for the same reason share one set of keys, so the cost of a change
+/// of many vRNICs of a group on many hosts is the sum of both numbers, not the product.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Reason {
-    /// The host is concerned by itself.
+    /// The host itself is concerned.
     Host(Name),
-    /// It has what a rule's end names.
+    /// The host has a vRNIC at an end of a rule.
     Has(End),
-    /// It reaches all of a group.
+    /// The host reaches a whole group.
     Reaches(Name),
-    /// It begins or ceases to reach an end: it is told all of that.
+    /// The host begins or ceases to reach an end, and is sent everything about that end.
     Joins(End),
-    /// It begins or ceases to have a group: it is told all that comes with that.
+    /// The host begins or ceases to have a group, and is sent everything that depends on that.
     Scope(Name),
 }
 
@@ -67,7 +67,8 @@ struct Batch {
     hosts: BTreeSet<Name>,
 }
 
-/// Keys that a change may concern, by who is told of them. Of more keys than `most` it is only known that they are more.
+/// Keys that a change may concern, with the concerned hosts. A set has at most `most` + 1 keys: the last one shows that
+/// there are more.
 pub(crate) struct Touched {
     batches: BTreeMap<Reason, Batch>,
     most: usize,
@@ -78,7 +79,7 @@ impl Touched {
         Touched { batches: BTreeMap::new(), most }
     }
 
-    /// The keys of each host.
+    /// The keys for each host.
     pub fn into_hosts(self) -> BTreeMap<Name, Vec<Arc<Keys>>> {
         let mut hosts: BTreeMap<Name, Vec<Arc<Keys>>> = BTreeMap::new();
         for batch in self.batches.into_values() {
@@ -88,14 +89,14 @@ impl Touched {
         hosts
     }
 
-    /// A host is concerned in whatever way.
+    /// Marks a host as concerned.
     pub fn add(&mut self, host: &str) {
         let host: Name = host.into();
         self.batches.entry(Reason::Host(host.clone())).or_default().hosts.insert(host);
     }
 }
 
-/// Puts keys to others, but no more than `most` and one.
+/// Adds keys to a set, up to `most` + 1 in total.
 fn extend(to: &mut Keys, keys: impl IntoIterator<Item = Key>, most: usize) {
     for key in keys {
         if to.len() > most {
@@ -105,13 +106,14 @@ fn extend(to: &mut Keys, keys: impl IntoIterator<Item = Key>, most: usize) {
     }
 }
 
-/// What a change has to do with hosts, as the state is. A change is looked at before and after it was made.
+/// Finds the hosts and keys that a change concerns in one state. It is applied to the states before and after the
+/// change.
 pub(crate) struct Look<'a> {
     state: &'a State,
     touched: &'a mut Touched,
-    /// For which reasons it is known in this state who is told.
+    /// Reasons whose hosts were determined in this state already.
     looked: BTreeSet<Reason>,
-    /// Of which ends it is known in this state that rules of the change join them.
+    /// Pairs of ends that rules of the change join in this state and that were examined already.
     pairs: BTreeSet<(End, End)>,
 }
 
@@ -120,7 +122,7 @@ impl<'a> Look<'a> {
         Look { state, touched, looked: BTreeSet::new(), pairs: BTreeSet::new() }
     }
 
-    /// Those who are told for a reason are told of these keys.
+    /// Adds keys for all hosts that are concerned for a reason.
     fn tell(&mut self, reason: Reason, keys: impl IntoIterator<Item = Key>) {
         let batch = self.touched.batches.entry(reason.clone()).or_default();
         extend(&mut batch.keys, keys, self.touched.most);
@@ -134,14 +136,14 @@ impl<'a> Look<'a> {
                         batch.hosts.extend(self.state.hosts_of(&far));
                     }
                 }
-                // Which hosts these are follows from the change.
+                // The hosts are determined from the change.
                 Reason::Joins(_) | Reason::Scope(_) => {}
             }
             self.looked.insert(reason);
         }
     }
 
-    /// An object is changed.
+    /// An object changes.
     pub fn object(&mut self, kind: Kind, name: &str) {
         match kind {
             Kind::Host => self.host(name),
@@ -185,7 +187,7 @@ impl<'a> Look<'a> {
     fn vrnic(&mut self, name: &str) {
         let state = self.state;
         let Some((name, v)) = state.vrnics.get_key_value(name) else { return };
-        // One that is on no host is nobody's peer.
+        // A vRNIC that is on no host is no peer.
         let keys = || v.host.iter().flat_map(|h| [Key::Peer(name.clone()), Key::Place(h.clone())]);
         if v.host.is_some() {
             self.tell(Reason::Reaches(v.group.clone()), keys());
@@ -218,7 +220,8 @@ impl<'a> Look<'a> {
         }
     }
 
-    /// What else hosts are told, or not any more, because these vRNICs of the change may be all that they have of a group.
+    /// Hosts that gain or lose their only vRNICs of a group with this change are sent everything that depends on the
+    /// group.
     pub fn scopes<'b>(&mut self, vrnics: impl Iterator<Item = &'b str>) {
         let state = self.state;
         let mut counts: BTreeMap<(&Name, &Name), u32> = BTreeMap::new();
@@ -236,7 +239,7 @@ impl<'a> Look<'a> {
         }
     }
 
-    /// A secret of a group, or of two, is changed.
+    /// A secret of a group, or of a pair, changes.
     pub fn secret(&mut self, group: &str, other: &str, id: u32) {
         let key = Key::Secret(group.into(), other.into(), id);
         for end in self.state.ends_with_secret(group, other) {
@@ -245,7 +248,7 @@ impl<'a> Look<'a> {
     }
 }
 
-/// What rules let a host reach of a group.
+/// The part of a group that rules let a host reach.
 #[derive(Default)]
 struct Reached<'a> {
     whole: bool,
@@ -257,7 +260,7 @@ pub(crate) struct Sight<'a> {
     state: &'a State,
     name: &'a str,
     host: Option<&'a Host>,
-    /// What rules let it reach, by group; looked up when it is asked for first.
+    /// The parts of groups that rules let the host reach. Computed on first use.
     reached: OnceCell<BTreeMap<&'a str, Reached<'a>>>,
 }
 
@@ -274,7 +277,7 @@ impl<'a> Sight<'a> {
         self.state.vrnics.get(vrnic).is_some_and(|v| v.host.as_deref() == Some(self.name))
     }
 
-    /// What rules let the host reach of a group.
+    /// The part of a group that rules let the host reach.
     fn reached(&self, group: &str) -> Option<&Reached<'a>> {
         let look = || {
             let mut reached: BTreeMap<&str, Reached<'_>> = BTreeMap::new();
@@ -297,7 +300,7 @@ impl<'a> Sight<'a> {
         self.has_group(group) || self.reached(group).is_some()
     }
 
-    /// Whether it sees the secret of two groups: it has one end of a rule that joins them.
+    /// Whether the host sees the secret of a pair: it has a vRNIC at one end of a rule that joins them.
     fn sees_pair(&self, group: &str, other: &str) -> bool {
         let has = |group: &str, vrnic: &Option<Name>| match vrnic {
             None => self.has_group(group),
@@ -319,7 +322,7 @@ impl<'a> Sight<'a> {
         share_a_key(&host.groups, &other.groups) || other.groups.keys().any(reaches)
     }
 
-    /// What the host is told of a key, if it is told of it.
+    /// The piece of a key as the host sees it; `None` if it does not.
     pub fn item(&self, key: &Key) -> Option<v1::Item> {
         let item = match key {
             Key::Group(name) => {
@@ -371,7 +374,7 @@ impl<'a> Sight<'a> {
         Some(v1::Item { item: Some(item) })
     }
 
-    /// Everything that the host is told, in the order of the keys.
+    /// Everything that the host sees, in the order of keys.
     pub fn whole(&self) -> BTreeMap<Key, v1::Item> {
         let mut keys = Keys::new();
         if let Some(host) = self.host {
@@ -397,7 +400,7 @@ impl State {
         v1::HostRule { name, from: Some(selector(from)), to: Some(selector(to)), action, both, priority }
     }
 
-    /// All that a host may be told because it has vRNICs of a group.
+    /// All keys that a host may see because it has vRNICs of a group.
     fn scope_of<'a>(&'a self, group: &'a Name) -> impl Iterator<Item = Key> + 'a {
         let ends: BTreeSet<(&Name, &Option<Name>)> =
             self.joins_of(group).flat_map(|(far, joins)| joins.keys().map(move |(_, vrnic)| (far, vrnic))).collect();
@@ -409,26 +412,26 @@ impl State {
         told.chain(self.secrets_of(group, "")).chain(pairs).chain(rules)
     }
 
-    /// What a host is told of an end that it reaches.
+    /// The keys that a host sees because it reaches an end.
     fn keys_of(&self, end: &End) -> impl Iterator<Item = Key> + use<> {
         let peers = self.vrnics_of(end).into_iter().map(Key::Peer);
         let places = self.hosts_of(end).into_iter().map(Key::Place);
         std::iter::once(Key::Group(end.group.clone())).chain(peers).chain(places)
     }
 
-    /// The keys of the secrets of two groups.
+    /// The keys of the secrets of a pair of groups.
     fn secrets_of_pair(&self, a: &Name, b: &Name) -> impl Iterator<Item = Key> + use<'_> {
         self.secrets_of(a.min(b), a.max(b))
     }
 
-    /// The keys of the secrets of a group, or of two in their order.
+    /// The keys of the secrets of a group, or of an ordered pair.
     fn secrets_of(&self, group: &str, other: &str) -> impl Iterator<Item = Key> + use<'_> {
         let first = (group.to_owned(), other.to_owned(), 0);
         let last = (group.to_owned(), other.to_owned(), u32::MAX);
         self.secrets.range(first..=last).map(|((g, o, id), _)| Key::Secret(g.as_str().into(), o.as_str().into(), *id))
     }
 
-    /// What a host has that is to have the secrets of a group, or of two.
+    /// The ends whose hosts need the secrets of a group, or of a pair.
     fn ends_with_secret(&self, group: &str, other: &str) -> BTreeSet<End> {
         let Some((group, g)) = self.groups.get_key_value(group) else { return BTreeSet::new() };
         if other.is_empty() {
@@ -439,13 +442,13 @@ impl State {
         joins.keys().flat_map(|(near, far)| [end(group, near), end(other, far)]).collect()
     }
 
-    /// The hosts that are to have the secrets of a group, or of two.
+    /// The hosts that need the secrets of a group, or of a pair.
     pub(crate) fn hosts_with_secret(&self, group: &str, other: &str) -> BTreeSet<Name> {
         self.ends_with_secret(group, other).iter().flat_map(|end| self.hosts_of(end)).collect()
     }
 }
 
-/// True if a key is in both maps. A host is told of many others, so this goes through both once and looks nothing up.
+/// True if a key is in both maps. The maps may be large: this goes through both once and does no look-ups.
 fn share_a_key<V>(a: &BTreeMap<Name, V>, b: &BTreeMap<Name, V>) -> bool {
     let (mut a, mut b) = (a.keys(), b.keys());
     let (mut x, mut y) = (a.next(), b.next());

@@ -19,7 +19,7 @@ struct World {
     now: u64,
 }
 
-/// What a host has been told: its agent puts it in force.
+/// The updates that a host was sent, put in force by its agent.
 struct Told {
     agent: Agent,
     items: BTreeMap<String, Item>,
@@ -200,7 +200,7 @@ fn what_is_missing_is_given_and_kept() {
     // Addresses change hands in one step.
     w.apply([vrnic("b", "blue", "", &["10.0.0.1"]), vrnic("a", "blue", "", &["10.0.0.2"])]).unwrap();
     assert_eq!((w.vrnic("a").ips, w.vrnic("b").mac), (vec!["10.0.0.2/16".to_owned()], b.mac));
-    // What is stated comes before what is chosen, and a freed address rests.
+    // Stated addresses are taken before the centre chooses others, and a freed address is not reused at once.
     w.apply([vrnic("x", "red", "", &[]), vrnic("y", "red", "", &["10.0.0.2"])]).unwrap();
     assert_eq!(w.vrnic("x").ips, ["10.0.0.3/16"]);
     w.delete(v1::Kind::Vrnic, "x", false).unwrap();
@@ -388,7 +388,7 @@ fn a_secret_is_introduced_in_steps() {
     assert_eq!(sent(&w, "h1").iter().filter(|(_, s)| *s).map(|(k, _)| k.as_str()).next(), Some("secret blue  1"));
     applied(&mut w, &["h1", "h2"]);
     assert_eq!(sent(&w, "h2")[..2], [("secret blue  1".into(), false), ("secret blue  2".into(), true)]);
-    // A host that stays away is waited for so long, and no longer.
+    // A step waits for an absent host until the deadline, and no longer.
     w.now += STEP_DEADLINE_MS;
     applied(&mut w, &[]);
     assert_eq!(sent(&w, "h2")[..1], [("secret blue  2".into(), true)]);
@@ -578,8 +578,8 @@ fn hosts_bring_what_their_administrators_made() {
         vrnics.len() == 1 && hosts.iter().any(|h| h.name == "h1" && h.connected && h.clock_ms == 7_000),
         "{hosts:?} {vrnics:?}"
     );
-    // What it has heard of and does not bring any more is gone; what it was promised and has not heard of is not, as if the centre that made it
-    // had died before it told the host.
+    // A vRNIC that the host has received and does not announce any more is removed. One that it has not received yet
+    // stays, as if the centre that made it had died before it told the host.
     let heard = w.centre.revision();
     let done = w.desk.ask("h1", put(vrnic("late", "default", "", &[])), &w.centre, w.now).unwrap();
     w.keep(done);
@@ -605,7 +605,7 @@ fn rates_follow_from_two_reports_and_end_with_the_traffic() {
         peer: peer.into(),
         qps: 1,
         sent_bytes,
-        // What a host says of rates is left out.
+        // Rates in the host's report are ignored.
         sent_rate: 77,
         ..Default::default()
     };
@@ -640,7 +640,7 @@ fn rates_follow_from_two_reports_and_end_with_the_traffic() {
     // A worker that was started anew counts from nothing.
     report(&mut w, vec![state(5_000, Vec::new())]);
     assert_eq!(news(&w), [(1_000, 1, vec![])]);
-    // What is not reported is as it was: its rates have ended, which is told once.
+    // A vRNIC that is not reported has not changed: its rates become 0, which is reported once.
     report(&mut w, Vec::new());
     assert_eq!(news(&w), [(0, 0, vec![])]);
     report(&mut w, Vec::new());
@@ -710,7 +710,7 @@ fn what_does_not_concern_a_host_is_in_force_there_at_once() {
     assert_eq!(applied(&w), first);
     w.centre.told("h1", w.centre.revision());
     assert_eq!(applied(&w), first);
-    // What it was told by a connection that has ended may not have come.
+    // An update that was sent on an ended connection may not have arrived.
     w.centre.hello("h1", &v1::Hello { revision: first, ..hello }, w.now).unwrap();
     assert_eq!(applied(&w), first);
 }

@@ -48,7 +48,7 @@ impl Fleet {
         self.records.iter().map(|(k, v)| Write { key: k.clone(), value: Some(v.clone()) }).collect()
     }
 
-    /// What a centre says of its hosts, to all others. Gives the connections that end.
+    /// Passes a centre's reports of its hosts to all other centres. Returns the connections that must end.
     fn tell(&mut self, from: usize) -> Vec<(usize, String)> {
         let (_, news) = self.centres[from].live_since(0, NOW);
         let mut cut = Vec::new();
@@ -110,7 +110,7 @@ fn what_hosts_say_to_one_centre_the_others_know() {
     assert!(fleet.tell(1).is_empty());
     assert_eq!(fleet.state(0, "h1"), fleet.state(1, "h1"));
     assert!(fleet.state(0, "h1").connected && fleet.state(0, "h1").applied == 3);
-    // What it does not have itself it does not tell.
+    // A centre passes on only reports of hosts that are connected to itself.
     assert_eq!(fleet.centres[0].live_since(0, NOW).1, v1::LiveNews::default());
     let to_h2 = v1::MoveRequest { vrnic: "v".into(), host: "h2".into() };
     let e = fleet.desks[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).unwrap_err();
@@ -133,7 +133,7 @@ fn one_identity_is_connected_at_one_centre() {
     fleet.hello(1, "h1", 5, 300).unwrap();
     assert_eq!(fleet.tell(1), [(0, "h1".into())]);
     assert!(fleet.tell(0).is_empty());
-    // What the first one says late counts no more.
+    // Late reports of the first centre are ignored.
     fleet.centres[0].goodbye("h1", 5, NOW);
     fleet.tell(0);
     assert!((0..3).all(|c| fleet.state(c, "h1").connected));

@@ -1,27 +1,28 @@
-//! The pieces that a host is told, by their keys, and what is no piece.
+//! The pieces of a host's table, with their keys and their checks.
 
 use std::net::IpAddr;
 
 use crate::v1::{self, item::Item, item_key};
 
-/// Names a piece. In the order in which pieces are put in force: a vRNIC serves programs once its peers and rules are known.
+/// The key of a piece. Its order is the order in which pieces are applied: a vRNIC serves programs once its peers and
+/// rules are known.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs)]
 pub enum Key {
     Group(String),
-    /// Of a group, or with a second name of two; and its number.
+    /// A group, a second group or nothing, and the secret's number.
     Secret(String, String, u32),
     Rule(String),
-    /// Of a host.
+    /// A host.
     Place(String),
-    /// Of a vRNIC elsewhere.
+    /// A vRNIC on another host.
     Peer(String),
-    /// Of a vRNIC on this host.
+    /// A vRNIC on this host.
     Vrnic(String),
 }
 
 impl Key {
-    /// The key in a message; `None`: there is none.
+    /// Parses the key of a message; `None`: there is none.
     pub fn of(key: v1::ItemKey) -> Option<Key> {
         Some(match key.key? {
             item_key::Key::Group(name) => Key::Group(name),
@@ -33,7 +34,7 @@ impl Key {
         })
     }
 
-    /// It as a message.
+    /// The key as a message.
     pub fn message(&self, force: bool) -> v1::ItemKey {
         let key = match self.clone() {
             Key::Group(name) => item_key::Key::Group(name),
@@ -47,10 +48,10 @@ impl Key {
     }
 }
 
-/// The key of a piece.
+/// Checks a piece: names, addresses and ranges of numbers. Returns its key.
 ///
 /// # Errors
-/// What is wrong with the piece, in words. What passes has names that are names, addresses that are addresses, and numbers in their ranges.
+/// A description of the mistake.
 pub fn key_of(item: &Item) -> Result<Key, String> {
     match item {
         Item::Group(g) => {

@@ -94,7 +94,7 @@ impl Host {
         std::mem::take(&mut self.done)
     }
 
-    /// What the centre hears of revisions in force.
+    /// The reports of revisions in force, with their problems, that were sent to the centre.
     fn applied(&mut self) -> Vec<(u64, Vec<String>)> {
         let mut all = Vec::new();
         while let Some(m) = self.agent.poll_message() {
@@ -149,7 +149,7 @@ fn peers_go_with_their_group_and_a_place_with_the_last_peer_there() {
     assert_eq!(h.done(), ["gone Vrnic(\"a\")", "gone Peer(\"b\")", "gone Group(\"blue\")"]);
     h.update(update(10, false, &[], &[(Key::Group("red".into()), false)]));
     assert_eq!(h.done(), ["gone Peer(\"d\")", "gone Place(\"h2\")", "gone Group(\"red\")"]);
-    // What was kept comes to the same.
+    // An agent made from the kept records has the same state.
     let records: Vec<v1::Update> = std::iter::from_fn(|| h.agent.poll_record()).collect();
     let kept = h.records.iter().cloned().chain(records);
     let again = Agent::new(Config::default(), kept, 1).unwrap();
@@ -172,7 +172,7 @@ fn what_was_kept_is_put_in_force_and_resumed() {
     assert_eq!((hello.revision, &*hello.fleet), (6, "f"));
     // It says what is in force without being told anything.
     assert_eq!(again.applied(), [(6, vec![])]);
-    // What the centre has forgotten meanwhile: a whole snapshot, of which only what is other is touched.
+    // The centre no longer remembers the changes, so it sends a whole snapshot. Only differing pieces are touched.
     again.update(update(20, true, &[group("blue", 9), vrnic("a", "10.0.0.1")], &[]));
     assert_eq!(again.done(), ["gone Vrnic(\"c\")"]);
     // The snapshot alone is enough for the next one.
@@ -326,7 +326,7 @@ fn who_asks_hears_when_it_is_done() {
     assert!(matches!(h.agent.poll_answer(), Some((i, Ok(Some(v)))) if i == id && v.name == "n"));
     h.agent.handle(h.now, reply(other, "group blue has its 5 vRNICs", ""));
     assert_eq!(h.agent.poll_answer(), Some((other, Err("group blue has its 5 vRNICs".into()))));
-    // What the host cannot do is an error.
+    // A failure on the host is an error.
     let id = h.agent.ask(h.now, change()).unwrap();
     h.fails.insert(Key::Vrnic("m".into()), "no room".into());
     h.update(update(7, false, &[vrnic("m", "10.0.0.8")], &[]));
@@ -357,7 +357,7 @@ fn what_a_lost_connection_left_open_is_asked_again() {
     h.agent.handle(h.now, reply(a, "there is no vRNIC a on host h1"));
     h.agent.handle(h.now, reply(a, "once more"));
     assert_eq!((h.agent.poll_answer(), h.agent.poll_answer()), (Some((a, Ok(None))), None));
-    // What nobody answers in time is an error.
+    // A question without an answer in time is an error.
     h.agent.disconnected(h.now + ASK_MS, "cut".into());
     assert!(
         matches!(h.agent.poll_answer(), Some((i, Err(e))) if i == other && e.contains("was lost before it answered"))

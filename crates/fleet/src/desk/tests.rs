@@ -1,4 +1,4 @@
-//! What changes cost, counted in what is looked at, and what limits let through.
+//! Costs of changes, counted in looked-up items, and tests of limits.
 
 use super::*;
 use crate::centre::Centre;
@@ -196,7 +196,7 @@ fn what_a_tenant_does_not_see_and_what_does_not_exist_are_said_in_the_same_words
     };
     same(&|w, n| moved(w, n, "h2"), "secret", "nothing");
     same(&|w, n| moved(w, "mine", n), "h1", "h9");
-    // A name is taken whoever has it, and whatever revision it is said to have.
+    // A name is taken regardless of its owner, and of the revision that the call states for it.
     for o in [vrnic("secret", "blue", ""), rule("theirs", "group:blue", "group:blue")] {
         for o in [o.clone(), stale(o)] {
             let e = w.plan(&tenant, [o]).unwrap_err();
@@ -282,7 +282,7 @@ fn a_tenant_has_a_part_of_what_there_is_and_administrators_the_last_of_it() {
     });
     let plan = w.plan(&other, [vrnic("mine", "red", "")]).unwrap();
     assert!(plan.is_some() && w.plan(&admin, changed).unwrap().is_some());
-    // What is left for administrators.
+    // The last eighth is reserved for administrators.
     let limit = VRNICS;
     let last = limit.all - limit.all / 8;
     assert!(limit.room(&tenant, last, 0, limit.part()).is_ok() && limit.room(&admin, last + 1, 0, 0).is_ok());

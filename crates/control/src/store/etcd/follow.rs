@@ -18,7 +18,7 @@ pub(crate) struct Office {
 pub(crate) enum News {
     /// A change was made.
     Change { revision: u64, writes: Vec<Write> },
-    /// The URL of the centre that allocates, since this revision of etcd.
+    /// The URL of the centre that allocates, since revision `at` of etcd. `None`: no centre allocates.
     Allocator { url: Option<String>, at: i64 },
     /// A centre has come, or has gone.
     Centre { id: String, url: Option<String> },
