@@ -1,6 +1,6 @@
-//! The audit log. Each party that makes changes has a part of it, so that its changes do not push out the entries of others.
-//! An entry is dropped if its party exceeds its part, or, when the whole log is full, if its party takes most: each
-//! time the party's oldest entry. Entries of administrators weigh an eighth.
+//! The audit log. Each party that makes changes has a part of it, so that its changes do not push out the entries of
+//! others. An entry is dropped if its party exceeds its part, or, when the whole log is full, if its party takes most:
+//! each time the oldest entry of that party. Entries of administrators weigh an eighth.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

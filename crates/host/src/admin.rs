@@ -1,4 +1,5 @@
-//! The administration socket: one JSON line a request, one a response; a request may carry a descriptor.
+//! The administration socket. A request is one line of JSON, and so is a response. A request may carry a file
+//! descriptor.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,7 +18,7 @@ pub use crate::network::{Hidden, RulesInfo, WireInfo};
 use crate::seal::SealInfo;
 use crate::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
-/// What may be asked.
+/// A request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case")]
 #[allow(missing_docs)]
@@ -31,11 +32,11 @@ pub enum Request {
         name: String,
         force: bool,
     },
-    /// Gives a vRNIC another part of the virtual layer, while programs run.
+    /// Changes a vRNIC's weight, limits or permissions, while programs run.
     VrnicSet {
         name: String,
         share: SetShare,
-        /// Its interface may send with any IP address, or not any more.
+        /// Whether its interface may send with any IP address.
         #[serde(default)]
         allow_spoof: Option<bool>,
         #[serde(default)]
@@ -46,7 +47,7 @@ pub enum Request {
         name: String,
         up: bool,
     },
-    /// Gives a vRNIC an address, or takes one away, while programs run.
+    /// Adds or removes an address of a vRNIC, while programs run.
     VrnicAddress {
         name: String,
         ip: IpNet,
@@ -57,7 +58,7 @@ pub enum Request {
         /// Its worker's share of the processors: 1 to [`MAX_GROUP_WEIGHT`](crate::confine::MAX_GROUP_WEIGHT).
         #[serde(default)]
         weight: Option<u32>,
-        /// The file that comes along has its secret.
+        /// The file sent along contains the group's secret.
         #[serde(default)]
         secret: bool,
     },
@@ -65,32 +66,31 @@ pub enum Request {
         name: String,
         #[serde(default)]
         weight: Option<u32>,
-        /// The secret is one of the two groups, for packets between them.
+        /// The other group, if the secret is for packets between two groups.
         #[serde(default)]
         with: Option<String>,
         #[serde(default)]
         secret: Option<SecretChange>,
     },
     GroupList,
-    /// The rules between groups that are in force here.
+    /// The rules between groups in force on this host.
     RuleList,
     GroupRemove {
         name: String,
     },
-    /// Puts the interface whose descriptor comes along into the vRNIC's network, for as long as the
-    /// connection stays open.
+    /// Connects the interface whose descriptor is sent along to the vRNIC's network, until the connection is closed.
     Attach {
         name: String,
     },
-    /// The first process of a container of this vRNIC is the one whose pidfd comes along, for as long as the connection stays
-    /// open.
+    /// Registers the first process of a container of this vRNIC, whose pidfd is sent along, until the connection is
+    /// closed.
     Container {
         name: String,
     },
-    /// Takes this connection's interface and container out again. The vRNIC is free for another one when this is answered.
+    /// Undoes this connection's `Attach` and `Container`. After the response the vRNIC is free for another one.
     Detach,
-    /// Sends packets as pcap records, one a message, to the socket whose descriptor comes along, for as long as the
-    /// connection stays open.
+    /// Sends packets to the socket whose descriptor is sent along, as pcap records, one in each message, until the
+    /// connection is closed.
     Capture {
         vrnic: Option<String>,
         /// Most bytes of each packet.
@@ -101,19 +101,19 @@ pub enum Request {
     Status,
 }
 
-/// What becomes of the secrets of a group.
+/// A change of the secrets of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SecretChange {
-    /// The file that comes along has a new one to send with. Those before it are taken on.
+    /// The file sent along contains a new secret to send with. Earlier secrets are still accepted.
     File,
-    /// Only the one to send with is taken any more.
+    /// Only the secret to send with is still accepted.
     ForgetOld,
-    /// There is none any more.
+    /// The group has no secret any more.
     None,
 }
 
-/// A group and how many vRNICs it has.
+/// A group, and the number of its vRNICs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct GroupInfo {
@@ -122,12 +122,12 @@ pub struct GroupInfo {
     /// Its number between hosts, if it has one.
     #[serde(default)]
     pub vni: Option<u32>,
-    /// Its worker's share of the processors, in hundredths of the usual one.
+    /// Its worker's share of the processors, in hundredths of the default share.
     pub weight: u32,
-    /// Why that does not count.
+    /// Why the weight has no effect; `None`: it has.
     #[serde(default)]
     pub weight_lacks: Option<String>,
-    /// Number of the secret that it sends with, if it has one.
+    /// Number of the secret that it sends with; `None`: it has no secret.
     #[serde(default)]
     pub secret: Option<u8>,
 }
@@ -141,18 +141,18 @@ pub struct StatusInfo {
     pub dir: String,
     pub vrnics: usize,
     pub sessions: usize,
-    /// How long the locks of the workers' RNICs were held; the largest of each.
+    /// How long the locks of the workers' RNICs were held: the maxima over all workers.
     #[serde(default)]
     pub rnic_held: HoldTimes,
     /// The workers, one for each group.
     #[serde(default)]
     pub workers: Vec<WorkerInfo>,
-    /// What the supervisor may not do.
+    /// The supervisor's confinement.
     #[serde(default)]
     pub confinement: InForce,
-    /// The network, if it was asked for.
+    /// The network to other hosts, if one is configured.
     pub wire: Option<WireInfo>,
-    /// The control centre, if this host is of a fleet.
+    /// The control centre, if this host belongs to a fleet.
     #[serde(default)]
     pub centre: Option<CentreInfo>,
 }
@@ -162,26 +162,27 @@ pub struct StatusInfo {
 #[allow(missing_docs)]
 pub struct WorkerInfo {
     pub group: String,
-    /// Its process; `None` while it is being started anew.
+    /// Its process ID; `None` while it is being restarted.
     pub pid: Option<u32>,
     pub vrnics: usize,
     pub sessions: usize,
-    /// How often it has died and was started anew.
+    /// How often it has died and was restarted.
     pub restarts: u64,
     /// The thread that is stuck, and for how long.
     pub stuck: Option<String>,
-    /// Memory of its own, bytes: neither its program's, which all share, nor that of its tenants' files.
+    /// Anonymous memory, bytes. Neither the program's file, which all workers share, nor the tenants' memory files
+    /// count.
     pub memory: u64,
     /// How long the lock of its RNIC was held.
     pub rnic_held: HoldTimes,
-    /// What it may not do.
+    /// Its confinement.
     pub confinement: InForce,
-    /// The secrets of its group, and what was dropped without.
+    /// The secrets of its group, and the packets dropped by encryption.
     #[serde(default)]
     pub seal: SealInfo,
 }
 
-/// What comes back.
+/// A response.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[allow(missing_docs)]
@@ -192,7 +193,7 @@ pub enum Response {
     Groups(Vec<GroupInfo>),
     Rules(RulesInfo),
     Status(Box<StatusInfo>),
-    /// A capture has ended; this many packets came too fast for it.
+    /// The capture has ended. `lost` packets came too fast for it.
     Captured {
         lost: u64,
     },
@@ -203,7 +204,7 @@ pub enum Response {
 /// Longest request line, bytes.
 const MAX_LINE: usize = 64 << 10;
 
-/// Opens the socket, for its owner only.
+/// Opens the socket. Only its owner can connect.
 pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
     let _ = std::fs::remove_file(path);
     let l = UnixListener::bind(path)
@@ -212,7 +213,7 @@ pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(l)
 }
 
-/// Serves one connection: hands each request to `handle`, which returns `None` when the host stops.
+/// Serves one connection: passes each request to `handle`, which returns `None` when the host stops.
 pub(crate) fn serve(mut stream: UnixStream, mut handle: impl FnMut(Request, Option<OwnedFd>) -> Option<Response>) {
     let mut line = Vec::new();
     let mut fd = None;
@@ -267,10 +268,10 @@ impl Client {
         Ok(Client(BufReader::new(stream)))
     }
 
-    /// Asks, with a descriptor if one is given.
+    /// Sends a request, with a descriptor if one is given, and waits for the response.
     ///
     /// # Errors
-    /// The virtual layer's own line, or that it is gone.
+    /// The virtual layer's error line, or that the virtual layer is gone.
     pub fn ask(&mut self, request: &Request, fd: Option<BorrowedFd<'_>>) -> io::Result<Response> {
         let mut bytes = serde_json::to_vec(request)?;
         bytes.push(b'\n');

@@ -1,8 +1,10 @@
-//! The control centre as a host sees it: [`identity`] is who this host is to it, [`dial`] reaches it, `talk` speaks with it on a thread of its
-//! own, and [`kept`] is what it has said, on disk. What is to be done on the host for that, the supervisor does (`supervisor::fleet`);
-//! [`neighbours`] makes of the centre's peers what a [`crate::source`] says.
+//! A host's side of the control centre. [`identity`] is this host's identity, [`dial`] connects to the centre, `talk`
+//! exchanges messages with it on a separate thread, and [`kept`] stores its updates on disk. The supervisor does the
+//! work that follows from the updates (`supervisor::fleet`); [`neighbours`] turns the centre's peers into changes of a
+//! [`crate::source`].
 //!
-//! Nothing here is on the way of a packet. While the centre is away everything goes on, and a host that is started meanwhile does what was kept.
+//! Nothing here is on the path of a packet. While the centre is unreachable, everything goes on, and a restarted host
+//! begins with the updates on disk.
 
 mod dial;
 mod identity;
@@ -29,25 +31,26 @@ pub use identity::default_state;
 pub(crate) use neighbours::Neighbours;
 pub(crate) use talk::start;
 
-/// How long the centre may take to answer what an administrator of this host asks.
+/// Time limit for the centre's answer to a request of this host's administrator.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// A clock that is off by more than this is a problem.
+/// Clocks that differ by more than this are reported as a problem.
 const CLOCKS_MS: i64 = 5_000;
 
-/// Which fleet this host is of.
+/// The fleet that this host belongs to.
 #[derive(Clone, Debug)]
 pub struct CentreConfig {
-    /// As in `https://192.168.7.100:7471`; `http` is for this machine only. Several centres of the fleet have commas between them.
+    /// Such as `https://192.168.7.100:7471`; `http` only for this machine. URLs of several centres are separated by
+    /// commas.
     pub url: String,
-    /// What lets it join, the first time.
+    /// The token with which it joins. Needed only once.
     pub token: Option<String>,
-    /// Its name in the fleet; `None`: that of the machine.
+    /// Its name in the fleet; `None`: the machine's name.
     pub name: Option<String>,
-    /// The directory where it keeps its key, its certificate and what the centre has said.
+    /// The directory of its key, its certificate and the centre's updates.
     pub state: PathBuf,
 }
 
-/// The control centre, for people.
+/// The control centre's state, for people.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)]
@@ -56,42 +59,42 @@ pub struct CentreInfo {
     /// This host's name in the fleet.
     pub host: String,
     pub connected: bool,
-    /// For how many seconds it is, or is not.
+    /// For how many seconds it has been connected, or not connected.
     pub seconds: u64,
-    /// Why it is not.
+    /// Why it is not connected.
     pub why: String,
-    /// The revision in force, and the number of the centre's state that it counts in.
+    /// The revision in force. It counts changes of `fleet`.
     pub revision: u64,
     pub fleet: String,
-    /// This host's clock minus the centre's, if the centre has said its own.
+    /// This host's clock minus the centre's, if the centre has sent its time.
     pub clock_ms: Option<i64>,
-    /// What is not as the centre says, a line each.
+    /// Deviations from the centre's state, a line each.
     pub problems: Vec<String>,
 }
 
-/// What others than the thread that speaks with the centre know.
+/// State that the thread shares with other threads.
 #[derive(Default)]
 struct Shared {
     status: Status,
     clock_ms: Option<i64>,
-    /// What could not be written.
+    /// Why the last update could not be written to disk.
     disk: Option<String>,
     /// The centre's vRNICs of this host.
     vrnics: BTreeMap<String, v1::Vrnic>,
 }
 
-/// Tells whoever has asked what became of it.
+/// Channel for the answer to a request.
 type Answerer = std::sync::mpsc::SyncSender<Result<Option<v1::Vrnic>, String>>;
 
-/// What the thread is told by others.
+/// A message to the thread.
 enum Order {
     Ask(Box<v1::ask::Change>, Answerer),
-    /// A vRNIC that the centre does not know was removed.
+    /// A vRNIC unknown to the centre was removed.
     Removed(String),
     Stop,
 }
 
-/// The thread that speaks with the centre.
+/// The thread that talks to the centre.
 pub(crate) struct Centre {
     url: String,
     host: String,
@@ -106,15 +109,15 @@ impl Centre {
         &self.host
     }
 
-    /// What the centre says of a vRNIC of this host.
+    /// The centre's description of a vRNIC of this host.
     pub fn vrnic(&self, name: &str) -> Option<v1::Vrnic> {
         lock(&self.shared).vrnics.get(name).cloned()
     }
 
-    /// Asks for a change, and waits until it is in force here.
+    /// Asks the centre for a change, and waits until it is in force here.
     ///
     /// # Errors
-    /// One line: what the centre says, or that it is away.
+    /// One line: the centre's refusal, or that it is unreachable.
     pub fn ask(&self, change: v1::ask::Change) -> Result<Option<v1::Vrnic>, String> {
         let (answerer, answer) = std::sync::mpsc::sync_channel(1);
         let gone = || "the thread that speaks with the control centre has ended".to_string();
@@ -129,12 +132,12 @@ impl Centre {
         }
     }
 
-    /// A vRNIC that the centre does not know was removed.
+    /// Reports the removal of a vRNIC that the centre does not know.
     pub fn removed(&self, name: &str) {
         let _ = self.orders.send(Order::Removed(name.into()));
     }
 
-    /// What there is to know.
+    /// The control centre's state.
     pub fn info(&self) -> CentreInfo {
         let s = lock(&self.shared);
         let mut problems = s.status.problems.clone();

@@ -1,4 +1,4 @@
-//! Bytes over a Unix socket with descriptors beside them.
+//! Bytes over a Unix socket, with file descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -8,13 +8,13 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
-/// Most descriptors beside one message: what the kernel takes (SCM_MAX_FD).
+/// Most descriptors with one message: the kernel's limit (SCM_MAX_FD).
 pub const MOST: usize = 253;
 
-/// Sends `bytes`, and `fds` beside the first of them, at most [`MOST`]. How many bytes were sent.
+/// Sends `bytes`, and with the first of them `fds`, at most [`MOST`]. Returns the number of bytes sent.
 ///
 /// # Errors
-/// Those of `sendmsg(2)`.
+/// Errors of `sendmsg(2)`.
 pub fn send(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -24,10 +24,11 @@ pub fn send(sock: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::R
     Ok(rustix::net::sendmsg(sock, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
 }
 
-/// Receives what is there: the number of bytes, 0 at the end of the stream, and the descriptors that came.
+/// Receives available bytes and descriptors. Returns the number of bytes, which is 0 at the end of the stream, and the
+/// descriptors.
 ///
 /// # Errors
-/// Those of `recvmsg(2)`.
+/// Errors of `recvmsg(2)`.
 pub fn receive(sock: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -1,7 +1,8 @@
-//! The keeper: a process that keeps for the supervisor what its successor must have, if it dies: descriptors, and what they are.
+//! The keeper: a process that stores descriptors and their descriptions for the supervisor, so that they outlive it.
 //!
-//! It has one thread, reads nothing but what the supervisor says, and does nothing by itself. Sockets that are open here stay bound, in
-//! the order in which the kernel counts them. If the keeper dies, the supervisor starts another one and says all again.
+//! It has one thread, reads only the supervisor's messages, and does nothing by itself. Sockets that are open here stay
+//! bound, in the order in which the kernel numbers them. If the keeper dies, the supervisor starts another one and
+//! stores everything again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,16 +18,16 @@ use serde::{Deserialize, Serialize};
 use crate::line::Line;
 use crate::process::{self, Child};
 
-/// How long either side may take.
+/// Time limit for either side.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long the supervisor may be silent.
 const LONG: Duration = Duration::from_secs(1 << 30);
-/// Version of these messages and of what is kept.
+/// Version of these messages and of the stored descriptions.
 const VERSION: u32 = 3;
 /// Name of its socket in the directory of the virtual layer.
 pub(crate) const SOCKET: &str = "keeper.sock";
 
-/// Something that is kept. Its descriptors come beside it.
+/// An entry. Its descriptors are sent along.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Kept {
     pub key: String,
@@ -36,10 +37,10 @@ pub(crate) struct Kept {
 #[derive(Debug, Serialize, Deserialize)]
 enum Call {
     Hello,
-    /// In the place of what had the same key.
+    /// Stores an entry. It replaces an entry with the same key.
     Keep(Kept),
     Forget(String),
-    /// Gives out the first one behind this key.
+    /// Returns the first entry after this key.
     Next(String),
     End,
 }
@@ -47,15 +48,16 @@ enum Call {
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     Done,
-    /// Version of its messages, and of its program.
+    /// Version of its messages, version of its program, and its process ID.
     Hello(u32, String, u32),
     Next(Option<Kept>),
 }
 
-/// Keeps until a supervisor ends it. A supervisor that comes to `door` takes the place of the one before it.
+/// Serves supervisors until one ends it. A supervisor that connects to `door` is served when the one before has
+/// disconnected.
 ///
 /// # Errors
-/// Those of `accept(2)`.
+/// Errors of `accept(2)`.
 pub fn keep(door: &UnixListener) -> io::Result<()> {
     let mut all = BTreeMap::new();
     loop {
@@ -107,7 +109,7 @@ pub(crate) struct Keeper {
 }
 
 impl Keeper {
-    /// Starts one.
+    /// Starts a keeper.
     ///
     /// # Errors
     /// One line: why there is none.
@@ -123,7 +125,7 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// Finds the one of a supervisor that died.
+    /// Connects to the keeper of a supervisor that died.
     ///
     /// # Errors
     /// There is none, or it is of another version (`Unsupported`): one line.
@@ -149,7 +151,7 @@ impl Keeper {
         self.line.receive(PATIENCE)
     }
 
-    /// Keeps something, in the place of what had the same key.
+    /// Stores an entry. It replaces an entry with the same key.
     ///
     /// # Errors
     /// The keeper is gone.
@@ -157,7 +159,7 @@ impl Keeper {
         self.ask(&Call::Keep(Kept { key: key.into(), what }), fds).map(drop)
     }
 
-    /// Keeps something no longer.
+    /// Removes an entry.
     ///
     /// # Errors
     /// The keeper is gone.
@@ -165,7 +167,7 @@ impl Keeper {
         self.ask(&Call::Forget(key.into()), &[]).map(drop)
     }
 
-    /// All that is kept.
+    /// All entries.
     ///
     /// # Errors
     /// The keeper is gone.
@@ -181,12 +183,12 @@ impl Keeper {
         }
     }
 
-    /// What becomes readable when it has died.
+    /// A descriptor that becomes readable when the keeper has died.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.child.pidfd()
     }
 
-    /// Ends it: what it kept is gone.
+    /// Ends it. Its entries are lost.
     pub fn end(mut self) {
         let _ = self.ask(&Call::End, &[]);
         self.child.kill();
@@ -229,7 +231,7 @@ mod tests {
         let (Answer::Next(Some(b)), fds) = ask(&second, &Call::Next("a".into()), &[]) else { panic!() };
         assert_eq!((b, fds.len()), (kept("b", "socket"), 1));
         assert!(matches!(ask(&second, &Call::Next("b".into()), &[]).0, Answer::Next(None)));
-        // The socket is open as long as it is kept.
+        // The socket stays open while it is stored.
         drop(fds);
         ours.set_nonblocking(true).unwrap();
         let mut byte = [0];
@@ -254,7 +256,7 @@ mod tests {
                 let line = Line::new(door.accept().unwrap().0.into()).unwrap();
                 let (Call::Hello, _) = line.receive(PATIENCE).unwrap() else { panic!() };
                 line.send(&Answer::Hello(version, program.into(), std::process::id()), &[], PATIENCE).unwrap();
-                // It is not asked for anything else, and not ended.
+                // It gets no further call, and is not ended.
                 assert!(line.receive::<Call>(PATIENCE).is_err());
             });
             let error = Keeper::find(&dir).err().expect("it is of another version");

@@ -1,9 +1,11 @@
-//! The virtual layer of one host: a supervisor with the administration socket; a worker for each group, with the sessions of its vRNICs'
-//! programs, pollers, and the switch of its containers' interfaces; and a keeper, which has what the next supervisor needs.
+//! The virtual layer of one host. It consists of a supervisor with the administration socket; a worker for each group,
+//! with the sessions of its vRNICs' programs, pollers, and the switch of its containers' interfaces; and a keeper,
+//! which stores the descriptors that the next supervisor needs.
 //!
-//! Knows all layers below. [`serve`] is a supervisor, [`work`] a worker, [`keep`] a keeper. In a worker one thread owns the control path
-//! (vhost-user, control queues, the supervisor's calls), one or more pollers execute work requests, one thread switches Ethernet frames.
-//! It must never let one vRNIC's frontend block another's, nor one group's worker that of another group.
+//! It knows all layers below. [`serve`] is a supervisor, [`work`] a worker, [`keep`] a keeper. In a worker one thread
+//! owns the control path (vhost-user, control queues, the supervisor's calls), one or more pollers execute work
+//! requests, and one thread switches Ethernet frames. One vRNIC's frontend must never block another one's, and one
+//! group's worker must never block another group's.
 
 pub mod admin;
 mod centre;
@@ -57,58 +59,59 @@ pub use unirdma_rnic::MrNote;
 pub use vrnic::{AddVrnic, Held, IpNet, LedgerInfo, MAX_BURST_US, MAX_WEIGHT, SetHeld, SetShare, VrnicInfo};
 pub use worker::{Alone, work};
 
-/// How to run the virtual layer.
+/// Configuration of the virtual layer.
 #[derive(Clone, Debug)]
 pub struct HostConfig {
     /// Its directory.
     pub dir: PathBuf,
     /// The pollers.
     pub engine: EngineConfig,
-    /// The network; `None`: no other hosts.
+    /// The network to other hosts; `None`: there is none.
     pub wire: Option<WireConfig>,
-    /// The control centre; `None`: this host is of no fleet.
+    /// The control centre; `None`: this host belongs to no fleet.
     pub centre: Option<CentreConfig>,
-    /// What keeps groups apart.
+    /// The isolation between groups.
     pub isolation: Isolation,
-    /// The user that workers run as if this is root; `None`: `unirdma` if there is one, else `nobody`.
+    /// The user as whom workers run if this process is root; `None`: `unirdma` if that exists, else `nobody`.
     pub user: Option<String>,
     /// Metrics for Prometheus; `None`: none.
     pub metrics: Option<MetricsConfig>,
 }
 
-/// What the worker of a group is.
+/// How the worker of a group runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Isolation {
-    /// A process: this program, started anew with the argument `worker`, which calls [`work`].
+    /// As a process: this program, started with the argument `worker`, which calls [`work`].
     #[default]
     Processes,
-    /// A thread of this process, for programs that are not the virtual layer itself. It cannot be ended from outside.
+    /// As a thread of this process, for programs other than the virtual layer itself. It cannot be ended from outside.
     Threads,
 }
 
-/// How other hosts are reached.
+/// The network to other hosts.
 #[derive(Clone, Debug)]
 pub struct WireConfig {
     /// This host's addresses for RoCEv2.
     pub addresses: Vec<IpAddr>,
-    /// The file that says which virtual addresses live where; `None`: the control centre says it.
+    /// The peers file, which gives the host of each virtual address; `None`: the control centre gives it.
     pub peers: Option<PathBuf>,
-    /// Largest path MTU, bytes; `None`: what the interfaces take.
+    /// Largest path MTU, bytes; `None`: the largest that the interfaces allow.
     pub mtu: Option<u32>,
-    /// Heed losses and ECN marks.
+    /// React to losses and ECN marks.
     pub congestion_control: bool,
-    /// Make and check the invariant CRC; false is for measurements between two of our own hosts only.
+    /// Make and check the invariant CRC. False is only for measurements between two of our own hosts.
     pub icrc: bool,
-    /// Check all bits of the ICRC of IPv4 packets that others sent, by packet sockets.
+    /// Check all bits of the ICRC of IPv4 packets that other RNICs sent, with packet sockets.
     pub full_icrc: bool,
-    /// Only the virtual layer sends from and to its ports: see [`firewall_rules`].
+    /// Let only the virtual layer send from and to its ports: see [`firewall_rules`].
     pub firewall: bool,
-    /// Percent of incoming packets to lose, to double and to reorder; for tests.
+    /// Percentage of incoming packets to lose, to duplicate and to reorder; for tests.
     pub faults: Option<u64>,
 }
 
 impl WireConfig {
-    /// A host with these addresses whose peers are in a file or, with `None`, come from the control centre; the rest is as without any options.
+    /// A network with these addresses. The peers come from a file or, with `None`, from the control centre. The rest is
+    /// as without any options.
     pub fn new(addresses: Vec<IpAddr>, peers: Option<PathBuf>) -> WireConfig {
         WireConfig {
             addresses,
@@ -145,7 +148,8 @@ pub fn default_dir() -> PathBuf {
     }
 }
 
-/// Anybody may make a directory in `/tmp`, so one that nobody has named is believed only if it is this user's own.
+/// A directory in `/tmp` that nobody has named is trusted only if it belongs to this user, since anybody can make
+/// directories there.
 pub(crate) fn check_fallback(dir: &Path) -> io::Result<()> {
     if !dir.starts_with("/tmp") || dir != default_dir() {
         return Ok(());
@@ -160,7 +164,7 @@ pub(crate) fn check_fallback(dir: &Path) -> io::Result<()> {
     }
 }
 
-/// The directory of a vRNIC: what its container may see.
+/// The directory of a vRNIC, which its container sees.
 pub fn vrnic_dir(base: &Path, name: &str) -> PathBuf {
     base.join("vrnics").join(name)
 }
@@ -170,7 +174,7 @@ fn context(what: &str, path: &Path) -> impl Fn(io::Error) -> io::Error {
     move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
 }
 
-/// Holds the lock of a directory: one virtual layer each.
+/// Locks a directory, for a single virtual layer.
 fn lock_dir(dir: &Path) -> io::Result<File> {
     let path = dir.join("host.lock");
     let file = File::options()
@@ -199,16 +203,17 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
     }
 }
 
-/// The rules that [`WireConfig::firewall`] sets for a virtual layer of this directory, as a script for `nft -f`.
+/// The rules that [`WireConfig::firewall`] sets for a virtual layer in this directory, as a script for `nft -f`.
 ///
 /// # Errors
-/// The peers file is bad.
+/// The peers file is invalid.
 pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
     let peers = peers::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 
-/// Serves until `stop` becomes readable. `ready` is called once the administration socket answers, and `stopping` before all ends.
+/// Serves until `stop` becomes readable. Calls `ready` when the administration socket answers, and `stopping` before
+/// everything ends.
 ///
 /// # Errors
 /// One line that says what is wrong: the directory, the lock, the sockets.
@@ -226,7 +231,7 @@ pub fn serve(
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
     let _lock = lock_dir(dir)?;
-    // Workers inherit it.
+    // Workers inherit the limit.
     worker::raise_limit();
     if !config.wire.as_ref().is_some_and(|w| w.firewall) {
         firewall::remove_stale(dir);
@@ -256,7 +261,7 @@ pub fn serve(
 /// Waits until a virtual layer answers in `dir`.
 ///
 /// # Errors
-/// `TimedOut` with what to do.
+/// `TimedOut`, with advice.
 pub fn wait_ready(dir: &Path, limit: Duration) -> io::Result<Client> {
     let start = std::time::Instant::now();
     loop {

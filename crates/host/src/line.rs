@@ -1,7 +1,8 @@
-//! A connection between the supervisor and a worker, or the keeper: messages as JSON after their length, with descriptors beside them.
+//! A connection between the supervisor and a worker or the keeper. A message is its length and its JSON text, with
+//! descriptors sent along.
 //!
-//! Whoever waits for a message has a deadline for all of it. The supervisor does not believe a worker, so a message has a greatest
-//! length, too. Descriptors that nobody asked for are closed when the caller drops them.
+//! A receiver has a deadline for a whole message. The supervisor does not trust a worker, so the length of a message is
+//! limited, too. Descriptors that the caller did not expect are closed when it drops them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,11 +15,11 @@ use serde::de::DeserializeOwned;
 
 use crate::fdpass;
 
-/// Longest message, bytes: `vrnic show` of a vRNIC with very many QPs.
+/// Longest message, bytes: the answer to `vrnic show` of a vRNIC with very many QPs.
 const MAX_BYTES: usize = 64 << 20;
 const LENGTH_BYTES: usize = 4;
 
-/// One end of a connection: a stream socket that does not block.
+/// One end of a connection: a non-blocking stream socket.
 pub(crate) struct Line(OwnedFd);
 
 fn timed_out() -> io::Error {
@@ -37,7 +38,7 @@ impl Line {
         Ok(Line(socket))
     }
 
-    /// Waits until it can be read or written.
+    /// Waits until the socket can be read or written.
     fn wait(&self, flags: PollFlags, until: Instant) -> io::Result<()> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -51,7 +52,7 @@ impl Line {
         }
     }
 
-    /// Sends a message with at most [`fdpass::MOST`] descriptors beside it.
+    /// Sends a message with at most [`fdpass::MOST`] descriptors.
     ///
     /// # Errors
     /// `TimedOut`, `BrokenPipe` and others of `sendmsg(2)`.
@@ -76,10 +77,10 @@ impl Line {
         Ok(())
     }
 
-    /// Receives a message and the descriptors that came with it.
+    /// Receives a message and its descriptors.
     ///
     /// # Errors
-    /// `TimedOut`; `UnexpectedEof`: the other side is gone; `InvalidData`: this is no such message.
+    /// `TimedOut`; `UnexpectedEof`: the other side is gone; `InvalidData`: the message is not of type `T`.
     pub fn receive<T: DeserializeOwned>(&self, patience: Duration) -> io::Result<(T, Vec<OwnedFd>)> {
         let until = Instant::now() + patience;
         let mut fds = Vec::new();

@@ -1,10 +1,11 @@
 //! Metrics of this host for Prometheus: `unirdma host --metrics ADDR:PORT`.
 //!
-//! What is counted lies in the workers and is read as a whole, so there is no registry of counters here: a table ([`table`]) says which
-//! figure has which name, and [`text`] writes the format. [`http`] answers scrapers. All that is read is at most a second old and is
-//! read once in that time, however many ask.
+//! Counters are kept by the workers and read all together, so there is no registry of counters here. A table
+//! ([`table`]) assigns names to figures, and [`text`] writes the format. [`http`] answers scrapers. A page is at most a
+//! second old. It is made once in that time, regardless of the number of scrapers.
 //!
-//! Labels are groups, vRNICs and fixed words, so there are as many series as vRNICs and groups need, up to a limit of vRNICs.
+//! Label values are groups, vRNICs and fixed words, so the number of series is proportional to the number of vRNICs and
+//! groups, up to a limit of vRNICs.
 
 mod http;
 mod table;
@@ -20,24 +21,24 @@ use unirdma_device::lock;
 use crate::supervisor::Supervisor;
 use crate::supervisor::figures::Reader;
 
-/// How long what was read is given to all who ask.
+/// Time for which one page is served to all readers.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// Where metrics are served, and of how many vRNICs.
+/// Where metrics are served, and for how many vRNICs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MetricsConfig {
     /// Where scrapers connect.
     pub address: SocketAddr,
-    /// Most vRNICs that have series of their own, [`MAX_METRICS_VRNICS`] at most. All of them are in the sums of their groups.
+    /// Most vRNICs with their own series, at most [`MAX_METRICS_VRNICS`]. The sums of groups include all vRNICs.
     pub most_vrnics: usize,
 }
 
-/// vRNICs with series of their own unless the operator says otherwise.
+/// Default number of vRNICs with their own series.
 pub const DEFAULT_METRICS_VRNICS: usize = 10_000;
-/// Most of them.
+/// Largest number of vRNICs with their own series.
 pub const MAX_METRICS_VRNICS: usize = 20_000;
 
-/// The page, as it was read last.
+/// The page as it was made last.
 struct Page {
     supervisor: Arc<Supervisor>,
     reader: Arc<Reader>,
@@ -47,7 +48,7 @@ struct Page {
 
 impl http::Source for Page {
     fn page(&self) -> Arc<str> {
-        // Who comes meanwhile waits, and gets the same.
+        // Scrapers that come meanwhile wait for the lock, and get the same page.
         let mut kept = lock(&self.kept);
         if let Some((_, page)) = kept.as_ref().filter(|k| k.0.elapsed() < FRESH) {
             return page.clone();
@@ -59,14 +60,14 @@ impl http::Source for Page {
     }
 
     fn forget(&self) -> bool {
-        // Who accepts connections must not wait until a page is made.
+        // The thread that accepts connections must not wait while a page is made.
         let Ok(mut kept) = self.kept.try_lock() else { return false };
         kept.take_if(|k| k.0.elapsed() >= FRESH);
         kept.is_none()
     }
 }
 
-/// Opens the address, before the supervisor gives up the right to.
+/// Opens the address, before the supervisor gives up the privilege to do so.
 ///
 /// # Errors
 /// One line that says what to do.

@@ -1,4 +1,4 @@
-//! The peers file: which virtual addresses live on which other host, and which number each group has between hosts.
+//! The peers file: the host of each virtual address, and the number (VNI) of each group between hosts.
 //!
 //! ```text
 //! # virtual address   group     host address    kind
@@ -11,12 +11,12 @@
 //! rule allow from group:blue to vrnic:default/10.0.0.2 both priority 100
 //! ```
 //!
-//! A *foreign* peer is a plain RoCEv2 device. Lines about this host itself say nothing to it but to groups that a rule joins with theirs, so that
-//! one file serves all hosts. A file with a bad line changes nothing.
+//! A *foreign* peer is a plain RoCEv2 device. All hosts may use one file: a host ignores lines about itself, except for
+//! groups that a rule joins. A file with an invalid line changes nothing.
 //!
-//! A group without a number gets one: `default` 1, the others the first free ones in the order of their names. So hosts that read
-//! the same file agree, and no two groups of a file have one number. Hosts with different files hear of it if they do not agree
-//! (`tunnel`).
+//! A group without a number gets one: `default` gets 1, the others get the first free ones in the order of their names.
+//! So hosts that read the same file agree, and no two groups of a file have the same number. Hosts with different files
+//! notice if they do not agree (`tunnel`).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -30,7 +30,7 @@ use crate::vrnic;
 /// The file's contents.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Peers {
-    /// Where virtual addresses are, by group and address.
+    /// The host of each virtual address, by group and address.
     places: BTreeMap<(String, IpAddr), Place>,
     vnis: BTreeMap<String, u32>,
     rules: BTreeSet<Rule>,
@@ -38,10 +38,10 @@ pub(crate) struct Peers {
 
 /// Longest file, bytes.
 const MAX_BYTES: u64 = 16 << 20;
-/// A VNI has 24 bits; 0 is no group's.
+/// A VNI has 24 bits; 0 belongs to no group.
 const VNIS: std::ops::RangeInclusive<u32> = 1..=0xff_ffff;
 
-/// Reads `N` of `group NAME vni N`.
+/// Parses `N` of `group NAME vni N`.
 fn parse_vni(group: &str, number: &str) -> Result<u32, String> {
     crate::vrnic::check_name("group", group)?;
     let vni = number.parse().ok().filter(|n| VNIS.contains(n));
@@ -72,10 +72,10 @@ fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, IpAddr, Place),
 }
 
 impl Peers {
-    /// Reads the file's text; `own` are this host's addresses.
+    /// Parses the file's text. `own` are this host's addresses.
     ///
     /// # Errors
-    /// What is wrong, with the number of the line.
+    /// The mistake, with the number of the line.
     pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, String> {
         let mut places = BTreeMap::new();
         let mut lines = HashMap::new();
@@ -110,12 +110,12 @@ impl Peers {
         Ok(Peers { places, vnis, rules })
     }
 
-    /// The hosts that are virtual layers, this one too if it is among them.
+    /// The hosts that are virtual layers. It includes this host if the file does.
     pub fn hosts(&self) -> BTreeSet<IpAddr> {
         self.places.values().filter(|p| !p.foreign).map(|p| p.host).collect()
     }
 
-    /// What is other than it was.
+    /// The changes that lead from `before` to `self`.
     pub fn changes(&self, before: &Peers) -> Vec<Change> {
         let mut changes = Vec::new();
         for (group, vni) in changed(&before.vnis, &self.vnis) {
@@ -134,7 +134,7 @@ impl Peers {
     }
 }
 
-/// What is other in `after` than in `before`; what has gone is first.
+/// The keys whose values differ between `before` and `after`; removed keys first.
 fn changed<'a, K: Ord, V: Copy + PartialEq>(
     before: &'a BTreeMap<K, V>,
     after: &'a BTreeMap<K, V>,
@@ -158,12 +158,12 @@ pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, String> {
     Peers::parse(&text, addresses).map_err(|e| format!("peers file {name}, {e}"))
 }
 
-/// Gives each group a number: those that are stated, 1 to `default`, and to the others the first free ones, by name.
+/// Gives each group a number: the stated one, 1 for `default`, and for the others the first free ones, by name.
 fn allocate<'a>(stated: BTreeMap<String, u32>, groups: impl Iterator<Item = &'a str>) -> BTreeMap<String, u32> {
     let taken: BTreeSet<u32> = stated.values().copied().collect();
     let mut free = VNIS.filter(|n| !taken.contains(n));
     let names: BTreeSet<&str> = groups.filter(|g| !stated.contains_key(*g)).collect();
-    // The default group is first, whether the file has it or not, so that its number does not depend on that.
+    // The default group is first even if the file does not have it, so that its number does not depend on the file.
     let first = (!stated.contains_key(crate::DEFAULT_GROUP)).then_some(crate::DEFAULT_GROUP);
     let others = names.into_iter().filter(|&g| g != crate::DEFAULT_GROUP);
     let given: Vec<(String, u32)> = first.into_iter().chain(others).map(String::from).zip(&mut free).collect();
@@ -256,7 +256,7 @@ mod tests {
             mac("10.0.0.7", Some("192.168.7.3")),
         ];
         assert!(expected.iter().all(|e| changes.contains(e)), "{changes:?}");
-        // A number is in each route, but is one change here.
+        // A number is part of each route, but only one change here.
         assert_eq!(changes.len(), expected.len(), "{changes:?}");
     }
 }

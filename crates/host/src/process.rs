@@ -1,4 +1,4 @@
-//! Processes that the supervisor starts: this program, anew, with another argument.
+//! Processes that the supervisor starts: this program with another argument.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,17 +8,17 @@ use std::process::{Command, Stdio};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-/// Variables of the environment that a started process gets.
+/// Environment variables that a started process inherits.
 const VARIABLES: [&str; 2] = ["UNIRDMA_LOG", "RUST_BACKTRACE"];
-/// For the C library: no restartable sequences (rseq(2)). Nothing of ours uses them, and with them the kernel writes to a thread's memory
-/// at each switch to it, which takes 0.1 us where pollers give their core away for each request.
+/// Disables restartable sequences (rseq(2)) in the C library. Nothing here uses them, and with them the kernel writes
+/// to a thread's memory at each switch to it. This takes 0.1 us in pollers that give their core away for each request.
 const TUNABLES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.pthread.rseq=0");
 
-/// A process of ours.
+/// A process started by a supervisor.
 pub(crate) struct Child {
     pid: u32,
     pidfd: OwnedFd,
-    /// `None`: its parent was the supervisor before this one.
+    /// `None`: its parent was an earlier supervisor.
     own: Option<std::process::Child>,
 }
 
@@ -27,12 +27,13 @@ pub(crate) struct Child {
 /// # Errors
 /// One line.
 pub(crate) fn start(arguments: &[&str], input: OwnedFd) -> io::Result<Child> {
-    // Not by its path: another program may be there by now.
+    // The program is not found by its path, where another program may be by now.
     let mut c = Command::new("/proc/self/exe");
     c.arg0("unirdma").args(arguments).current_dir("/").env_clear();
     c.envs(std::env::vars_os().filter(|(name, _)| VARIABLES.iter().any(|v| name == v)));
     c.env(TUNABLES.0, TUNABLES.1);
-    // What a terminal sends to the supervisor's process group is meant for the supervisor.
+    // In a group of its own: signals that a terminal sends to the supervisor's process group are only for the
+    // supervisor.
     c.stdin(Stdio::from(input)).stdout(Stdio::null()).process_group(0);
     let failed = |e: io::Error| io::Error::new(e.kind(), format!("cannot start another process: {e}"));
     let mut own = c.spawn().map_err(failed)?;
@@ -61,7 +62,7 @@ impl Child {
         Ok(Child { pid, pidfd: pidfd(pid)?, own: None })
     }
 
-    /// The same, by its descriptor.
+    /// As [`Child::adopt`], with the process's descriptor.
     pub fn of_pidfd(pid: u32, pidfd: OwnedFd) -> Child {
         Child { pid, pidfd, own: None }
     }
@@ -70,7 +71,7 @@ impl Child {
         self.pid
     }
 
-    /// What becomes readable when it has ended.
+    /// A descriptor that becomes readable when the process has ended.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
@@ -80,12 +81,12 @@ impl Child {
         poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&now)) != Ok(0)
     }
 
-    /// Ends it at once.
+    /// Ends it at once, by SIGKILL.
     pub fn kill(&self) {
         let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
-    /// Waits until it has ended; in words how, if that is known.
+    /// Waits until it has ended. Returns in words how it ended, if that is known.
     pub fn wait(&mut self) -> String {
         match &mut self.own {
             Some(child) => child.wait().map_or_else(|e| e.to_string(), |s| s.to_string()),

@@ -1,8 +1,8 @@
-//! What supervisor and worker say to each other. The supervisor calls and the worker answers, one call at a time; what a worker has to
-//! say by itself is a notice, on a socket of its own.
+//! The messages between supervisor and worker. The supervisor calls and the worker answers, one call at a time. A
+//! message that a worker sends without a call is a notice, on a separate socket.
 //!
-//! Both are of one version: a worker is the supervisor's own program, or, if it was left by a supervisor that died, says at first
-//! which version it has.
+//! Both sides are of the same version: a worker is the supervisor's own program. A worker left by a supervisor that
+//! died first reports its version.
 
 use std::net::IpAddr;
 
@@ -21,7 +21,7 @@ use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo};
 /// Version of these messages.
 pub(crate) const VERSION: u32 = 8;
 
-/// What a worker is, from its beginning on.
+/// A worker's configuration, given at its start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Begin {
     /// Name of its group.
@@ -29,13 +29,13 @@ pub(crate) struct Begin {
     /// Number of its group on this host.
     pub id: u32,
     pub engine: EngineConfig,
-    /// The network to other hosts. Its sockets come along.
+    /// The network to other hosts. Its sockets are sent along.
     pub network: Option<Enrolment>,
-    /// How it confines itself; `None`: not at all.
+    /// The plan of its confinement; `None`: it is not confined.
     pub confinement: Option<confine::Plan>,
 }
 
-/// A vRNIC as its worker needs to know it.
+/// A vRNIC's configuration for its worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct NewVrnic {
     pub name: String,
@@ -45,26 +45,27 @@ pub(crate) struct NewVrnic {
     pub share: Share,
     pub held: SetHeld,
     pub allow_spoof: bool,
-    /// Its link.
+    /// Whether its link is up.
     pub up: bool,
 }
 
-/// What a supervisor asks of a worker.
+/// A call of the supervisor.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Call {
-    /// The first call of each connection. With the socket for notices.
+    /// The first call of each connection. The socket for notices is sent along.
     Hello {
         version: u32,
     },
-    /// The second call of a worker's first connection: of which group this is the worker. With its sockets, if there is a network, and
-    /// at last the table of who wants the cores.
+    /// The second call of a worker's first connection: its configuration. The sockets of the network are sent along, if
+    /// there is one, and as the last descriptor the table of core contention.
     Begin(Box<Begin>),
-    /// With the sockets of its programs, of its network interface in a virtual machine, and of the RFC mode.
+    /// Adds a vRNIC. The listening sockets for its programs, for its network interface in a virtual machine, and for
+    /// the RFC mode are sent along.
     Add(NewVrnic),
     Remove {
         name: String,
     },
-    /// With what takes a lock or a list for each vRNIC, if `whole`.
+    /// `whole`: include the parts that need a lock or a list for each vRNIC.
     Show {
         name: String,
         whole: bool,
@@ -92,7 +93,7 @@ pub(crate) enum Call {
         ip: IpNet,
         add: bool,
     },
-    /// Connects the interface that comes along; `id` names it.
+    /// Connects the interface sent along; `id` names it.
     Attach {
         name: String,
         id: u64,
@@ -100,7 +101,7 @@ pub(crate) enum Call {
     Detach {
         id: u64,
     },
-    /// Sends packets to the socket that comes along; `id` names the capture.
+    /// Sends packets to the socket sent along; `id` names the capture.
     Capture {
         id: u64,
         vrnic: Option<String>,
@@ -110,29 +111,29 @@ pub(crate) enum Call {
         id: u64,
     },
     Status,
-    /// All that is counted: of the group, and of each of its first `most` vRNICs in the order of their names.
+    /// All statistics: of the group, and of its first `most` vRNICs in the order of names.
     Figures {
         most: usize,
     },
-    /// Where peers are.
+    /// The locations of peers.
     Plan(Plan),
-    /// What is other than that.
+    /// Changes of the plan.
     Changes(Changes),
-    /// The secrets of the group, in a memory file that comes along, or none.
+    /// The secrets of the group, in a memory file sent along if `any` is true.
     Secrets {
         any: bool,
     },
-    /// Lets it hear these IP multicast groups, by a socket for each that comes along.
+    /// Lets the worker receive from these IP multicast groups, through sockets sent along, one for each.
     Hear {
         groups: Vec<IpAddr>,
     },
-    /// All its ranges of QPNs, first numbers and how many.
+    /// All its ranges of QPNs: the first number and the length of each.
     Qpns(Vec<(u32, u32)>),
-    /// Ends it.
+    /// Ends the worker.
     End,
 }
 
-/// What a worker answers.
+/// An answer of a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Answer {
     Done,
@@ -143,7 +144,7 @@ pub(crate) enum Answer {
     Names(Vec<String>),
     Status(Box<WorkerStatus>),
     Figures(Box<Figures>),
-    /// The capture has ended; this many packets came too fast for it.
+    /// The capture has ended. `lost` packets came too fast for it.
     Captured {
         lost: u64,
     },
@@ -151,18 +152,18 @@ pub(crate) enum Answer {
     Error(String),
 }
 
-/// Who answers.
+/// A worker's answer to `Hello`.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub version: u32,
     /// Version of its program.
     pub program: String,
     pub pid: u32,
-    /// Its group, if it has begun.
+    /// Its group, if it has got `Begin`.
     pub group: Option<String>,
 }
 
-/// A worker in figures.
+/// Statistics of a worker.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct WorkerStatus {
     pub sessions: usize,
@@ -173,17 +174,17 @@ pub(crate) struct WorkerStatus {
     pub seal: SealInfo,
 }
 
-/// All that a worker counts.
+/// All statistics of a worker and its vRNICs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Figures {
     pub status: WorkerStatus,
-    /// Sums over the vRNICs that there are, and of what those that are gone have done.
+    /// Sums over all vRNICs. They include the counters of removed ones.
     pub all: VrnicInfo,
     pub vrnics: Vec<VrnicInfo>,
 }
 
 impl WorkerStatus {
-    /// Adds what another worker has.
+    /// Adds the statistics of another worker.
     pub fn add(&mut self, other: &WorkerStatus) {
         self.sessions += other.sessions;
         self.rnic_held += other.rnic_held;
@@ -193,14 +194,14 @@ impl WorkerStatus {
     }
 }
 
-/// What a worker says by itself.
+/// A message that a worker sends without a call.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Notice {
-    /// It wants to hear these IP multicast groups, and no others.
+    /// It wants to receive from exactly these IP multicast groups.
     Groups(Vec<IpAddr>),
     /// It has few QPNs left.
     Qpns,
-    /// A thread has worked without a pause for so long.
+    /// A thread has worked for `seconds` without a pause.
     Stuck { thread: String, seconds: u64 },
 }
 

@@ -1,4 +1,4 @@
-//! Reaching the control centre: TCP, TLS, and gRPC on top.
+//! Connections to the control centre: TCP, TLS and gRPC.
 
 use std::io;
 use std::net::IpAddr;
@@ -18,10 +18,10 @@ use tokio_rustls::rustls::{self, ClientConfig, DigitallySignedStruct, RootCertSt
 use tonic::transport::{Channel, Endpoint};
 use unirdma_fleet::root_cause;
 
-/// How long a connection may take to make, and a call to be answered.
+/// Time limit for connecting, and for the answer to a call.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Where the centre is.
+/// The address of a centre.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Url {
     pub text: String,
@@ -31,7 +31,7 @@ pub(crate) struct Url {
 }
 
 impl Url {
-    /// Reads `https://ADDR:PORT`, or `http://` and an address of this machine itself.
+    /// Parses `https://ADDR:PORT`, or `http://` and a loopback address.
     ///
     /// # Errors
     /// One line.
@@ -52,7 +52,7 @@ impl Url {
 }
 
 impl Url {
-    /// Reads the addresses of one or more centres of a fleet, with commas between them.
+    /// Parses the addresses of one or more centres of a fleet, separated by commas.
     ///
     /// # Errors
     /// One line.
@@ -67,19 +67,19 @@ impl Url {
     }
 }
 
-/// By what the centre is known, and this host to it.
+/// How the centre and this host authenticate each other.
 #[derive(Clone)]
 pub(super) enum Trust {
-    /// Neither: plain text within this machine.
+    /// Not at all: plain text within this machine.
     None,
     Tls(Arc<ClientConfig>),
 }
 
 impl Trust {
-    /// A certificate of `authority` on both sides (PEM).
+    /// Both sides have certificates of `authority` (PEM).
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// A certificate or the key is invalid.
     pub fn mutual(authority: &str, certificate: &str, key: &str) -> Result<Trust, String> {
         let certificates = |pem: &str| {
             let all: Result<Vec<CertificateDer<'static>>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
@@ -94,7 +94,8 @@ impl Trust {
         Ok(Trust::of(config.map_err(|e| e.to_string())?))
     }
 
-    /// The centre has a certificate of the authority whose certificate has this SHA-256; this host has none yet.
+    /// The centre has a certificate of the authority whose certificate has this SHA-256. This host has no certificate
+    /// yet.
     pub fn pinned(pin: [u8; 32]) -> Trust {
         let algorithms = ring::default_provider().signature_verification_algorithms;
         let verifier = Arc::new(Pinned { pin, algorithms });
@@ -112,12 +113,12 @@ fn provider() -> Arc<CryptoProvider> {
 }
 
 fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
-    // The provider has what TLS 1.3 needs; if it had not, no connection could be made, and each would say so.
+    // Cannot fail: the provider has the cipher suites of TLS 1.3.
     let builder = ClientConfig::builder_with_provider(provider());
     builder.with_protocol_versions(&[&TLS13]).expect("ring has the suites of TLS 1.3")
 }
 
-/// 32 bytes as 64 hexadecimal digits.
+/// Parses 64 hexadecimal digits as 32 bytes.
 pub(super) fn fingerprint(text: &str) -> Option<[u8; 32]> {
     let digits = text.len() == 64 && text.bytes().all(|b| b.is_ascii_hexdigit());
     let byte = |i: usize| u8::from_str_radix(text.get(2 * i..2 * i + 2)?, 16).ok();
@@ -125,7 +126,8 @@ pub(super) fn fingerprint(text: &str) -> Option<[u8; 32]> {
     bytes.filter(|_| digits)?.try_into().ok()
 }
 
-/// Takes a server whose certificate is of the authority with this fingerprint, which the server sends along.
+/// Accepts a server whose certificate is issued by the authority with this fingerprint, whose certificate the server
+/// sends along.
 #[derive(Debug)]
 struct Pinned {
     pin: [u8; 32],
@@ -186,7 +188,7 @@ async fn dial(url: &Url, trust: &Trust) -> io::Result<Box<dyn Stream>> {
     Ok(Box::new(TlsConnector::from(config.clone()).connect(name, tcp).await?))
 }
 
-/// A connection, for one or more calls. It is not made again when it breaks.
+/// A connection for one or more calls. It does not reconnect when it breaks.
 ///
 /// # Errors
 /// Why there is none.
@@ -198,7 +200,7 @@ pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, String>
             let stream = slot.take().ok_or_else(|| io::Error::other("the connection has ended"));
             async move { stream }
         });
-        // The scheme says nothing here: the stream is encrypted, or of this machine.
+        // The scheme has no meaning here: the stream is encrypted already, or does not leave this machine.
         let host = if url.host.contains(':') { format!("[{}]", url.host) } else { url.host.clone() };
         let endpoint = Endpoint::from_shared(format!("http://{host}:{}", url.port)).map_err(|e| e.to_string())?;
         endpoint.connect_with_connector(once).await.map_err(|e| root_cause(&e))
@@ -206,10 +208,10 @@ pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, String>
     tokio::time::timeout(PATIENCE, connect).await.unwrap_or_else(|_| Err("it does not answer".into()))
 }
 
-/// A connection to the first centre that is there.
+/// A connection to the first centre that can be reached.
 ///
 /// # Errors
-/// Why there is none to the last one.
+/// Why the last centre cannot be reached.
 pub(super) async fn first(urls: &[Url], trust: &Trust) -> Result<Channel, String> {
     let mut why = String::new();
     for url in urls {

@@ -1,4 +1,4 @@
-//! Who this host is to the control centre: its name, its key and its certificate, which it fetches once with a token.
+//! This host's identity for the control centre: its name, its key and its certificate, which it gets once with a token.
 
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -29,7 +29,7 @@ pub fn default_state() -> PathBuf {
     }
 }
 
-/// What is written of it beside key and certificates. The last file that is written: if it is there, all are.
+/// The content of `host.json`. It is written last, so if it exists, key and certificates exist, too.
 #[derive(Serialize, Deserialize)]
 struct About {
     name: String,
@@ -38,17 +38,17 @@ struct About {
 /// A host that has joined.
 pub(crate) struct Identity {
     pub name: String,
-    /// Of each centre, in the order in which they are tried.
+    /// The centres' URLs, in the order in which they are tried.
     pub urls: Vec<Url>,
     pub(super) trust: Trust,
     pub(super) state: PathBuf,
 }
 
 impl Identity {
-    /// The host that has joined before with this state; or it joins now.
+    /// The identity stored in the directory; if there is none, joins the fleet.
     ///
     /// # Errors
-    /// One line: a file that cannot be read or written, no token, or what the centre says.
+    /// One line: a file that cannot be read or written, a missing token, or the centre's refusal.
     pub fn load_or_join(c: &CentreConfig) -> io::Result<Identity> {
         let urls = Url::parse_all(&c.url).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let dir = &c.state;
@@ -93,7 +93,7 @@ fn read(dir: &Path, file: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// Writes a file that only its owner can read, whole or not at all.
+/// Writes a file that only its owner can read, completely or not at all.
 fn write(dir: &Path, file: &str, text: &str) -> io::Result<()> {
     let (path, new) = (dir.join(file), dir.join(format!("{file}.new")));
     let all = || {
@@ -105,7 +105,7 @@ fn write(dir: &Path, file: &str, text: &str) -> io::Result<()> {
     all().map_err(crate::context("cannot write", &path))
 }
 
-/// The machine's name, as far as it is a name of a fleet.
+/// The first label of the machine's host name.
 fn machine_name() -> String {
     let uname = rustix::system::uname();
     let name = uname.nodename().to_string_lossy();
@@ -118,7 +118,7 @@ fn join(c: &CentreConfig, urls: Vec<Url>) -> io::Result<Identity> {
     crate::vrnic::check_name("host", &name).map_err(|e| wrong(format!("{e}, with --name")))?;
     let tls = urls[0].tls;
     if !tls && c.token.is_none() {
-        // On this machine the centre believes a name.
+        // Within this machine the centre believes the name without a certificate.
         write(&c.state, ABOUT, &serde_json::to_string(&About { name: name.clone() })?)?;
         return Ok(Identity { name, urls, trust: Trust::None, state: c.state.clone() });
     }

@@ -1,5 +1,6 @@
-//! What the centre has said, on disk: a file to which each update is appended, and that is written anew when it has grown to several times
-//! what it says. A file that ends in the middle of an update, since the machine did, is as if that update had not come.
+//! The centre's updates on disk, in a file to which each update is appended. When the file has grown to several times
+//! its necessary size, it is written anew. If the machine stopped in the middle of writing an update, that update is
+//! ignored.
 //!
 //! ```text
 //! "uRDMAfl1" | length, 4 bytes | CRC-32 of the message | the message, an Update (protobuf) | length | ...
@@ -17,22 +18,22 @@ use unirdma_fleet::v1::Update;
 
 const MAGIC: &[u8; 8] = b"uRDMAfl1";
 const FILE: &str = "fleet.log";
-/// The file may have so many bytes, and this many times those that it needs, before it is written anew.
+/// The file may grow to `TIMES` times its necessary size plus `SLACK` bytes before it is written anew.
 const SLACK: u64 = 1 << 20;
 const TIMES: u64 = 3;
 
 /// The file.
 pub(super) struct Kept {
     path: PathBuf,
-    /// To append to; `None`: it is to be written anew.
+    /// Open for appending; `None`: the file must be written anew.
     file: Option<File>,
     bytes: u64,
-    /// How many it had when it was written.
+    /// Its size when it was written anew, or opened.
     needed: u64,
 }
 
 impl Kept {
-    /// Opens the file in a directory, and reads what is in it.
+    /// Opens the file in a directory, and reads its updates.
     ///
     /// # Errors
     /// It cannot be read: one line.
@@ -47,7 +48,7 @@ impl Kept {
         if good < bytes.len() {
             tracing::warn!("{} is whole up to byte {good} of {}; the rest is left out", path.display(), bytes.len());
         }
-        // What follows bytes that are left out could not be read.
+        // Updates behind an unreadable part could not be read, so nothing is appended to it.
         let whole = good == bytes.len() && good > 0;
         let file = whole.then(|| File::options().append(true).open(&path)).transpose();
         let file = file.map_err(crate::context("cannot write", &path))?;
@@ -55,10 +56,10 @@ impl Kept {
         Ok((Kept { path, file, bytes: length, needed: length }, updates))
     }
 
-    /// Adds an update. `all` is everything that is in force, it included, as one update.
+    /// Appends an update. `all` is the whole state after it, as one update.
     ///
     /// # Errors
-    /// One line, for instance that the disk is full. The next call writes everything.
+    /// One line, for instance that the disk is full. Then the next call writes the whole state.
     pub fn add(&mut self, update: &Update, all: impl FnOnce() -> Update) -> io::Result<()> {
         let record = record(update);
         let small = self.bytes + record.len() as u64 <= TIMES * self.needed + SLACK;
@@ -72,14 +73,14 @@ impl Kept {
                 Ok(())
             }
             Err(e) => {
-                // It may end in the middle of an update.
+                // The file may end in the middle of an update.
                 self.file = None;
                 Err(crate::context("what the control centre says cannot be kept: cannot write", &self.path)(e))
             }
         }
     }
 
-    /// Writes everything into a file that takes the place of the one before.
+    /// Writes the whole state into a new file, which replaces the old one.
     fn write(&mut self, all: &Update) -> io::Result<()> {
         let path = self.path.with_extension("new");
         let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&path)?;
@@ -99,7 +100,7 @@ fn record(update: &Update) -> Vec<u8> {
     [&length.to_le_bytes()[..], &crc.to_le_bytes(), &bytes].concat()
 }
 
-/// The updates at the beginning of the bytes, and how many bytes they take.
+/// The updates at the beginning of the bytes, and the number of bytes that they take.
 fn parse(bytes: &[u8]) -> (Vec<Update>, usize) {
     let mut updates = Vec::new();
     let Some(mut rest) = bytes.strip_prefix(MAGIC) else { return (updates, 0) };
@@ -150,7 +151,7 @@ mod tests {
         std::fs::write(dir.join(FILE), &bytes[..bytes.len() - 1]).unwrap();
         let (mut kept, updates) = Kept::open(&dir).unwrap();
         assert_eq!(updates, all[..4]);
-        // The next one is not behind what cannot be read.
+        // The next update is not appended behind the unreadable part.
         kept.add(&update(9, false), || update(9, true)).unwrap();
         assert_eq!(Kept::open(&dir).unwrap().1, [update(9, true)]);
         let mut wrong = bytes.clone();

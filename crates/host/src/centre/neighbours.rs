@@ -1,4 +1,4 @@
-//! The centre's peers, and which changes of the network each change of them is.
+//! The centre's peers, and the changes of the network that follow from their changes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -9,32 +9,32 @@ use unirdma_formats::Mac;
 
 use crate::source::{Change, Place};
 
-/// What the centre has said of other hosts and their vRNICs.
+/// The centre's table of other hosts and their vRNICs.
 #[derive(Default)]
 pub(crate) struct Neighbours {
-    /// This host's name, and its addresses: what it has none of, it cannot reach.
+    /// This host's name and addresses. It cannot reach hosts that have no address of the same IP version.
     me: String,
     own: Vec<IpAddr>,
     places: BTreeMap<String, Vec<IpAddr>>,
     peers: BTreeMap<String, v1::Peer>,
     at: BTreeMap<String, BTreeSet<String>>,
-    /// The peer that has each address and MAC of a group: two may exchange them, in any order.
+    /// The peer that has each address and MAC of a group. Two peers may exchange them, in any order.
     holders: HashMap<(String, IpAddr), String>,
     macs: HashMap<(String, Mac), String>,
 }
 
 impl Neighbours {
-    /// Those of a host with these addresses.
+    /// The table of a host with these addresses.
     pub fn new(own: &[IpAddr]) -> Self {
         Neighbours { own: own.to_vec(), ..Neighbours::default() }
     }
 
-    /// This host is called so.
+    /// Sets this host's name.
     pub fn set_me(&mut self, name: &str) {
         self.me = name.into();
     }
 
-    /// A vRNIC of this host is so from now on, or not here. For groups that a rule joins with its own one this host is where it is.
+    /// Sets or removes a vRNIC of this host. For groups that a rule joins with its group, it is a peer at this host.
     pub fn set_own(&mut self, name: &str, vrnic: Option<&v1::Vrnic>) -> Vec<Change> {
         let peer = |v: &v1::Vrnic| v1::Peer {
             name: own_name(name),
@@ -47,7 +47,7 @@ impl Neighbours {
         self.set_peer(&own_name(name), peer.as_ref())
     }
 
-    /// A host is elsewhere from now on, or not known.
+    /// Sets or removes the addresses of a host.
     pub fn set_place(&mut self, host: &str, place: Option<&v1::Place>) -> Vec<Change> {
         match place {
             Some(p) => _ = self.places.insert(host.into(), addresses(&p.addresses).unwrap_or_default()),
@@ -58,7 +58,7 @@ impl Neighbours {
         there.iter().flat_map(|p| self.show(p)).collect()
     }
 
-    /// A vRNIC elsewhere is another one from now on, or is not there.
+    /// Sets or removes a vRNIC on another host.
     pub fn set_peer(&mut self, name: &str, peer: Option<&v1::Peer>) -> Vec<Change> {
         let before = match peer {
             Some(p) => self.peers.insert(name.into(), p.clone()),
@@ -84,8 +84,8 @@ impl Neighbours {
         self.holders.get(&(group.into(), address)).map(|name| name.trim_start_matches(OWN))
     }
 
-    /// The address at which a host is reached: of the kinds that both have IPv4 first, whatever order either gave them in, so that each
-    /// sends from the address at which the other reaches it.
+    /// The address at which a host is reached. Of the IP versions that both hosts have, IPv4 comes first, regardless of
+    /// the order of addresses. So each host sends from the address at which the other one reaches it.
     fn reach(&self, host: &str) -> Option<IpAddr> {
         if host == self.me {
             return self.own.first().copied();
@@ -109,7 +109,7 @@ impl Neighbours {
         changes
     }
 
-    /// What `p` had and `now` has not, unless it is another one's meanwhile.
+    /// Removes the addresses and the MAC that `p` has and `now` has not, unless another peer has them meanwhile.
     fn hide(&mut self, p: &v1::Peer, now: Option<&v1::Peer>) -> Vec<Change> {
         let now = now.filter(|n| n.group == p.group);
         let (mut changes, group) = (Vec::new(), || p.group.clone());
@@ -130,7 +130,7 @@ impl Neighbours {
     }
 }
 
-/// Tells a vRNIC of this host from one that was elsewhere until just now, or will be. No name begins so.
+/// Prefix of this host's own vRNICs, which may be on another host before or afterwards. No name begins with it.
 const OWN: char = '=';
 
 fn own_name(name: &str) -> String {
@@ -174,7 +174,7 @@ mod tests {
         assert!(n.set_place("h2", None).is_empty(), "nobody is there any more");
         assert_eq!(n.set_place("h3", Some(&place("h3", &["192.168.7.30"]))), moved("192.168.7.30"));
         assert_eq!(n.set_place("h3", None), [address("10.0.0.2", None), mac_at(2, None)]);
-        // A peer whose host is not known yet is reached once it is.
+        // A peer becomes reachable when its host's addresses are known.
         assert_eq!(n.set_place("h3", Some(&place("h3", &["192.168.7.3"]))), moved("192.168.7.3"));
         assert_eq!(n.name_of("blue", ip("10.0.0.2")), Some("b"));
         assert_eq!(n.set_peer("b", None), [address("10.0.0.2", None), mac_at(2, None)]);
@@ -225,7 +225,7 @@ mod tests {
         assert_eq!(n.set_own("a", Some(&own)), [address("10.0.0.1", here), mac_at(1, here)]);
         assert!(n.set_peer("a", None).is_empty());
         assert_eq!(n.name_of("blue", ip("10.0.0.1")), Some("a"));
-        // And back.
+        // And in the opposite direction.
         let there = Some("192.168.7.2");
         assert_eq!(
             n.set_peer("a", Some(&peer("a", "h2", "10.0.0.1", 1))),

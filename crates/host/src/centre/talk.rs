@@ -1,5 +1,6 @@
-//! The thread that speaks with the control centre. It owns the [`Agent`], which decides; here are its socket, its clock and its disk. Whatever
-//! may wait for a worker is done on another thread, so that the centre hears of this host meanwhile.
+//! The thread that talks to the control centre. It owns the [`Agent`], which decides; here are its socket, its clock
+//! and its disk. Work that may wait for a worker is done on another thread, so that the connection to the centre stays
+//! alive.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -21,20 +22,20 @@ use super::kept::Kept;
 use super::{Answerer, Centre, Identity, Order, Shared};
 use crate::supervisor::Supervisor;
 
-/// Time between two reports.
+/// Interval of reports.
 const REPORT: Duration = Duration::from_secs(5);
 /// Longest message of the centre, bytes.
 const MAX_MESSAGE: usize = 64 << 20;
-/// Events that wait until the thread has time.
+/// Greatest number of events that wait for the thread.
 const QUEUE: usize = 64;
-/// In plain text no certificate says which host this is.
+/// Metadata key of this host's name, for plain text without certificates.
 const HOST_NAME: &str = "unirdma-host";
 
-/// What happens.
+/// An event for the thread.
 enum Event {
-    /// With the vRNICs that were made without the centre.
+    /// The result of dialling, and the vRNICs that were made without the centre.
     Dialled(Result<Channel, String>, Vec<v1::Vrnic>),
-    /// Of the connection with this number.
+    /// A message, with the number of its connection.
     Said(u64, Box<v1::ToHost>),
     Ended(u64, String),
     Done(Vec<Work>, BTreeMap<Key, String>),
@@ -56,20 +57,20 @@ struct Talker {
     began: Instant,
     events: Sender<Event>,
     open: Option<Open>,
-    /// Number of the connection that is open, or was the last one.
+    /// Number of the present or last connection.
     connection: u64,
     /// How often a centre was dialled.
     dialled: usize,
     waiting: HashMap<u64, Answerer>,
-    /// When figures are due; `None`: they are being collected.
+    /// When the next report is due; `None`: its figures are being collected.
     report_at: Option<Instant>,
     disk: Option<String>,
 }
 
-/// Puts in force what was kept, and starts the thread.
+/// Puts in force the updates on disk, and starts the thread.
 ///
 /// # Errors
-/// One line: what was kept cannot be read, or no thread can be started.
+/// One line: the updates cannot be read, or no thread can be started.
 pub(crate) fn start(
     identity: Identity,
     addresses: Vec<String>,
@@ -83,7 +84,7 @@ pub(crate) fn start(
     };
     let seed = getrandom::u64().unwrap_or(config.instance);
     let agent = Agent::new(config.clone(), updates, seed).or_else(|e| {
-        // The centre says everything again.
+        // The centre will send everything again.
         tracing::warn!("what was kept of the control centre is left out: {e}");
         Agent::new(config, [], seed)
     });
@@ -194,7 +195,7 @@ impl Talker {
         }
     }
 
-    /// Does all that is due.
+    /// Calls the agent's `poll_` methods, and does what they ask for.
     fn step(&mut self) {
         let now = self.now();
         if let Some(why) = self.agent.poll_close(now) {
@@ -205,7 +206,7 @@ impl Talker {
             self.agent.disconnected(now, why);
         }
         if self.agent.poll_connect(now) {
-            // Another one each time: the one before has ended the connection, or is away.
+            // Each attempt goes to the next centre, because the present one has ended the connection or is unreachable.
             let url = self.identity.urls[self.dialled % self.identity.urls.len()].clone();
             self.dialled += 1;
             let (trust, events) = (self.identity.trust.clone(), self.events.clone());
@@ -223,7 +224,7 @@ impl Talker {
             }
             self.disk = kept;
         }
-        // Those who carry out look it up there.
+        // The work reads the vRNICs from there.
         self.publish();
         let work = self.agent.poll_work(now);
         if !work.is_empty() {
@@ -252,7 +253,7 @@ impl Talker {
         }
     }
 
-    /// Lets others know what there is to know.
+    /// Updates the state shared with other threads.
     fn publish(&self) {
         let mut s = lock(&self.shared);
         s.status = self.agent.status(self.now());
@@ -261,7 +262,7 @@ impl Talker {
     }
 }
 
-/// Reads what the centre says on a connection, until it ends.
+/// Reads the centre's messages on a connection, until it ends.
 async fn listen(
     connection: u64,
     channel: Channel,

@@ -1,4 +1,4 @@
-//! A host, with its workers as threads, and a control centre that says what the test wants.
+//! A host, with its workers as threads, and a control centre whose messages the test determines.
 
 use super::*;
 use crate::admin::{Request, Response, StatusInfo};
@@ -22,7 +22,7 @@ use unirdma_fleet::v1::{FromHost, JoinRequest, JoinResponse, ToHost, Update, fro
 const TOKEN: &str = "id.secret";
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// An authority of certificates.
+/// A certificate authority.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -38,7 +38,7 @@ impl Authority {
     }
 }
 
-/// What the host says, and where to say something to it.
+/// The messages of an attached host, and the channel to it.
 struct Attached {
     host: String,
     out: UnboundedSender<Result<ToHost, Refusal>>,
@@ -189,7 +189,8 @@ impl TestHost {
             let limit = Instant::now() + PATIENCE;
             loop {
                 match serve(&c, s.as_fd(), || (), || ()) {
-                    // A process that another test has just forked has the sockets of a host that has ended, for a moment.
+                    // For a moment, a process just forked by another test may hold the sockets of a host that has
+                    // ended.
                     Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < limit => {
                         std::thread::sleep(Duration::from_millis(10));
                     }
@@ -206,7 +207,7 @@ impl TestHost {
         host
     }
 
-    /// Why it does not start.
+    /// The error with which a host does not start.
     fn refusal(c: &HostConfig) -> String {
         let stop = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         serve(c, stop.as_fd(), || panic!("it serves"), || ()).unwrap_err().to_string()
@@ -321,7 +322,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     let status = host.status();
     let said = status.centre.unwrap();
     assert!(said.connected && said.revision == 5 && said.problems.is_empty() && status.wire.unwrap().peers == 1);
-    // Changes: a limit, an address, the link, a vRNIC that leaves and a peer that moves.
+    // Changes: a limit, an address, the link, a vRNIC that leaves, and a peer that moves.
     a.share = Some(v1::Share { weight: Some(50), ops: Some(10_000), ..v1::Share::default() });
     (a.down, a.ips) = (true, vec!["10.0.0.1/16".into(), "fd00::1/64".into()]);
     attached.update(6, false, vec![Item::Vrnic(a.clone()), place("h3", "127.0.60.3"), peer("b", "h3", 2)], Vec::new());
@@ -329,7 +330,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     let shown = host.show("a");
     assert_eq!((shown.share.weight, shown.share.ops, shown.share.rate_bps), (50, 10_000, 0));
     assert!(!shown.up && shown.ips.len() == 2 && shown.mac == "02:00:00:00:00:01");
-    // It is the centre's, and so are groups.
+    // The vRNIC and the groups are the centre's, so the administrator cannot change them.
     let (share, held) = (SetShare { weight: Some(1), ..SetShare::default() }, SetHeld::default());
     for request in [
         Request::VrnicSet { name: "a".into(), share, allow_spoof: None, held },
@@ -339,7 +340,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
         let e = host.ask(request).unwrap_err();
         assert!(e.contains("the control centre's (https://127.0.0.1"), "{e}");
     }
-    // One that this host asks for: the centre says what it is to be.
+    // A vRNIC that this host asks for: the centre determines its properties.
     std::thread::scope(|scope| {
         let add = AddVrnic { name: "own".into(), group: Some("blue".into()), ..AddVrnic::default() };
         let asked = scope.spawn(|| host.ask(Request::VrnicAdd(add)));
@@ -359,7 +360,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
         attached.say(to_host::Message::Reply(v1::Reply { id, error, vrnic: None }));
         assert_eq!(asked.join().unwrap().unwrap_err(), "host h1 may not make vRNICs");
     });
-    // A clock that is wrong.
+    // A wrong clock.
     attached.say(to_host::Message::Alive(v1::Alive { revision: 7, clock_ms: 1 }));
     let limit = Instant::now() + PATIENCE;
     while host.status().centre.unwrap().problems.is_empty() {
@@ -380,14 +381,14 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     let add = AddVrnic { name: "late".into(), ..AddVrnic::default() };
     let e = host.ask(Request::VrnicAdd(add)).unwrap_err();
     assert!(e.starts_with("the control centre has been away for "), "{e}");
-    // And the host is started anew, without a token and without the centre.
+    // The host is restarted, without a token and without the centre.
     drop(host);
     let host = TestHost::start(config(None));
     assert_eq!(host.names(), ["a", "own"]);
     assert!(!host.show("a").up && host.show("own").mac == "02:00:00:00:00:07");
     let status = host.status();
     assert_eq!((status.centre.unwrap().revision, status.wire.unwrap().peers), (7, 1));
-    // When the centre is back, what is different is made so.
+    // When the centre is back, differences are applied.
     let centre = TestCentre::start(&authority, true, &address);
     let (attached, hello) = centre.attached();
     assert_eq!((hello.revision, &*hello.fleet, &*hello.vrnics[0].name), (7, "f", "own"));
@@ -395,7 +396,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     attached.update(8, false, Vec::new(), gone(unirdma_fleet::agent::Key::Vrnic("a".into())));
     assert_eq!(attached.applied(), (8, vec![]));
     assert_eq!(host.names(), ["own"]);
-    // What makes no sense changes nothing, and everything is asked for again.
+    // An invalid update changes nothing, and everything is requested again.
     attached.update(9, false, vec![Item::Group(v1::HostGroup::default())], Vec::new());
     let (again, hello) = centre.attached();
     assert_eq!((hello.revision, host.names()), (0, vec!["own".to_string()]));

@@ -1,7 +1,8 @@
-//! The little of HTTP that a scraper needs: it asks for one page, gets it, and the connection is closed.
+//! A minimal HTTP server for scrapers: a client requests one page, gets it, and the connection is closed.
 //!
-//! Each connection has a thread for as long as it lasts, which is a few seconds at most. There are few at a time, and few from one
-//! address, so who opens many, sends nothing, or reads nothing keeps out only itself.
+//! Each connection has a thread while it lasts, which is a few seconds at most. The number of connections is limited,
+//! in total and for each address. So a client that opens many connections, sends nothing or reads nothing excludes only
+//! itself.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -19,21 +20,21 @@ const MOST: usize = 64;
 const MOST_EACH: usize = 8;
 /// Most bytes of a request.
 const MAX_REQUEST: usize = 8 << 10;
-/// How long a request may take to come, and its answer to be taken.
+/// Time limit for receiving a request, and for sending the answer.
 const REQUEST: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(20);
-/// Bytes of an answer that are written before the clock is looked at.
+/// Bytes of an answer that are written between two checks of the clock.
 const CHUNK: usize = 256 << 10;
-/// How long a page is kept that nobody asks for any more.
+/// Time after which a page is dropped if nobody asks for it.
 const KEEP: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
-/// How long to wait if a connection cannot be taken.
+/// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What is served.
+/// The content that is served.
 pub(super) trait Source: Send + Sync + 'static {
-    /// The page at this moment.
+    /// The current page.
     fn page(&self) -> Arc<str>;
-    /// Drops what is kept of a page that is not fresh any more; true if nothing is kept.
+    /// Drops a stored page that is not fresh any more; true if nothing is stored.
     fn forget(&self) -> bool;
 }
 
@@ -61,15 +62,15 @@ impl Drop for Server {
     }
 }
 
-/// The connections that there are, by address.
+/// Number of open connections by address.
 #[derive(Default)]
 struct Open(Mutex<HashMap<IpAddr, usize>>);
 
-/// A connection that is counted.
+/// A counted connection.
 struct Counted(Arc<Open>, IpAddr);
 
 impl Open {
-    /// Counts one more, unless there are too many.
+    /// Counts one more connection, unless there are too many.
     fn count(self: &Arc<Self>, from: IpAddr) -> Option<Counted> {
         let from = network_of(from);
         let mut open = lock(&self.0);
@@ -91,7 +92,7 @@ impl Drop for Counted {
     }
 }
 
-/// One machine has a whole network of IPv6 addresses.
+/// IPv6 addresses count by their /64 network, since one machine may use all of it.
 fn network_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(a) => IpAddr::V6(Ipv6Addr::from_bits(a.to_bits() >> 64 << 64)),
@@ -152,17 +153,18 @@ fn converse(mut stream: TcpStream, source: &dyn Source) -> io::Result<()> {
         stream.set_write_timeout(Some(left(until)?))?;
         stream.write_all(chunk)?;
     }
-    // What the scraper has sent beyond its request must not turn the end into a reset.
+    // Without this, unread bytes that the scraper sent beyond its request would reset the connection before it has read
+    // the answer.
     stream.shutdown(std::net::Shutdown::Write)
 }
 
-/// What is left of a time, which is not nothing.
+/// Time left until a deadline; an error if that has passed.
 fn left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// All of a request up to the empty line after its head; `None` if it is too long.
+/// Reads a request up to the empty line after its head; `None` if it is too long.
 fn read(stream: &mut TcpStream) -> io::Result<Option<Vec<u8>>> {
     let until = Instant::now() + REQUEST;
     let mut request = Vec::new();
@@ -178,14 +180,14 @@ fn read(stream: &mut TcpStream) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(request))
 }
 
-/// What a request asks for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Asked {
     Page,
     Head,
 }
 
-/// Understands the first line of a request.
+/// Parses the first line of a request.
 ///
 /// # Errors
 /// The status with which it is refused.
@@ -232,7 +234,7 @@ mod tests {
 
     fn ask(address: SocketAddr, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
-        // Who is refused may find the connection closed while it still writes.
+        // The server may close the connection while a refused client still writes.
         let _ = stream.write_all(request.as_bytes());
         let mut answer = String::new();
         let _ = stream.read_to_string(&mut answer);

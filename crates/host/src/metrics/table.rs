@@ -1,7 +1,7 @@
-//! Which figure has which name.
+//! The names of figures.
 //!
-//! A family of a vRNIC is there twice: `unirdma_vrnic_NAME` for each vRNIC and `unirdma_group_NAME` as the sum over a group, in which
-//! vRNICs that are gone count on with what they have done.
+//! A figure of a vRNIC is exported twice: as `unirdma_vrnic_NAME` for each vRNIC, and as `unirdma_group_NAME`, the sum
+//! over a group. The counters of removed vRNICs stay in the sum.
 
 use unirdma_device::HoldTimes;
 use unirdma_metrics::{Kind, Value};
@@ -9,7 +9,7 @@ use unirdma_metrics::{Kind, Value};
 use crate::supervisor::figures::GroupFigures;
 use crate::vrnic::VrnicInfo;
 
-/// Where a family of figures is there.
+/// The objects for which a family is exported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Whose {
     /// For each vRNIC, and as a sum for each group.
@@ -18,7 +18,7 @@ pub(super) enum Whose {
     Vrnic,
 }
 
-/// Figures with one name: one without a label, or one for each of the words that the label may have.
+/// Figures with one name: one without a label, or one for each value of the label.
 pub(super) struct Family<T: 'static> {
     pub name: &'static str,
     pub help: &'static str,
@@ -28,7 +28,7 @@ pub(super) struct Family<T: 'static> {
     pub values: Values<T>,
 }
 
-/// The words of a label, and how each figure is found.
+/// The values of a label, and a function for each that gets the figure.
 pub(super) type Values<T> = &'static [(&'static str, fn(&T) -> Value)];
 
 const fn counter<T>(name: &'static str, help: &'static str, label: &'static str, values: Values<T>) -> Family<T> {
@@ -43,7 +43,7 @@ const fn limit(name: &'static str, help: &'static str, values: Values<VrnicInfo>
     Family { name, help, kind: Kind::Gauge, whose: Whose::Vrnic, label: "", values }
 }
 
-/// The figures of a vRNIC; the names follow `unirdma_vrnic_` and `unirdma_group_`.
+/// The figures of a vRNIC. The names follow `unirdma_vrnic_` and `unirdma_group_`.
 pub(super) const VRNIC: &[Family<VrnicInfo>] = &[
     counter(
         "sent_bytes_total",
@@ -275,11 +275,11 @@ pub(super) const VRNIC: &[Family<VrnicInfo>] = &[
     ),
 ];
 
-/// Whether a worker answers, which is known of every group; the name follows `unirdma_worker_`.
+/// Whether a worker answers. It is known for every group. The name follows `unirdma_worker_`.
 pub(super) const UP: Family<GroupFigures> =
     gauge("up", "1 if the worker of the group answers.", "", &[("", |g| Value::N(g.told.is_some().into()))]);
 
-/// The figures of a worker that its supervisor has; the names follow `unirdma_worker_`.
+/// Figures of a worker that its supervisor knows. The names follow `unirdma_worker_`.
 pub(super) const WORKER: &[Family<GroupFigures>] = &[
     gauge("stuck", "1 if a thread of it does not pause as it should.", "", &[("", |g| Value::N(g.stuck.into()))]),
     gauge("vrnics", "vRNICs of the group.", "", &[("", |g| Value::N(g.vrnics as u64))]),
@@ -293,7 +293,7 @@ pub(super) const WORKER: &[Family<GroupFigures>] = &[
     ),
 ];
 
-/// What a worker tells of itself, as long as it answers.
+/// Figures that a worker reports. They are missing while it does not answer.
 pub(super) struct Told {
     pub prefix: &'static str,
     pub families: &'static [Family<crate::protocol::WorkerStatus>],
@@ -357,11 +357,11 @@ pub(super) const TOLD: &[Told] = &[
     },
 ];
 
-/// The histogram of how long the lock of a worker's RNIC was held: its name and its explanation.
+/// The histogram of the times for which the lock of a worker's RNIC was held: its name and its description.
 pub(super) const HELD: (&str, &str) =
     ("unirdma_worker_rnic_lock_held_seconds", "How long the RNIC of the worker was held at a time.");
 
-/// The upper edges of that histogram, nanoseconds, and how many times were below each.
+/// The upper edges of that histogram, ns, and the number of times below each.
 pub(super) fn held(h: &HoldTimes) -> impl Iterator<Item = (u64, u64)> {
     HoldTimes::edges_ns().into_iter().zip(h.shorter)
 }

@@ -1,4 +1,4 @@
-//! The page of a host: for each family what it is, and a line for each of its figures.
+//! The page of a host: each family's description, and a line for each of its figures.
 
 use unirdma_metrics::{Kind, Value, Writer};
 
@@ -6,7 +6,7 @@ use super::table::{self, Family, Whose};
 use crate::supervisor::figures::{GroupFigures, HostFigures};
 use crate::vrnic::VrnicInfo;
 
-/// A family, with its figures for each of these.
+/// Writes a family, with the figures of each object in `of`: its group, its vRNIC and itself.
 fn family<'a, T: 'a>(
     w: &mut Writer,
     prefix: &str,
@@ -23,7 +23,7 @@ fn family<'a, T: 'a>(
     }
 }
 
-/// The whole page, with figures of each of the first `most` vRNICs in the order of groups and names.
+/// The whole page, with figures of the first `most` vRNICs in the order of groups and names.
 pub(super) fn page(host: &HostFigures, most: usize) -> String {
     let mut w = Writer::default();
     w.head("unirdma_build_info", "gauge", "Which program this is.");
@@ -56,7 +56,7 @@ pub(super) fn page(host: &HostFigures, most: usize) -> String {
     w.finish()
 }
 
-/// A histogram for each worker.
+/// Writes a histogram for each worker.
 fn lock_times<'a>(w: &mut Writer, workers: impl Iterator<Item = (&'a GroupFigures, &'a unirdma_device::HoldTimes)>) {
     let (name, help) = table::HELD;
     w.head(name, "histogram", help);
@@ -71,7 +71,7 @@ fn lock_times<'a>(w: &mut Writer, workers: impl Iterator<Item = (&'a GroupFigure
     }
 }
 
-/// What there is to say of other hosts.
+/// Writes the figures of the network to other hosts.
 fn network(w: &mut Writer, host: &HostFigures) {
     let Some(wire) = &host.wire else { return };
     let drops = &wire.tunnel.drops;
@@ -108,7 +108,7 @@ mod tests {
     use crate::protocol::Figures;
     use crate::tunnel::TunnelInfo;
 
-    /// A host with these groups and so many vRNICs in each, with another worker that does not answer.
+    /// A host with these groups, the given number of vRNICs in each, and one more worker, which does not answer.
     fn host(groups: &[(&str, usize)]) -> HostFigures {
         let mut all: Vec<Arc<GroupFigures>> = Vec::new();
         for &(name, count) in groups {
@@ -172,11 +172,12 @@ mod tests {
             assert!(page.lines().any(|l| l == line), "{line}\n{page}");
         }
         assert!(!page.contains("unirdma_group_sessions_limit"));
-        // Nothing is said of a group that nothing is known of, since a counter that is 0 for a moment would count anew.
+        // There are no figures of a group whose figures are unknown. A counter that is 0 for a moment would look like a
+        // restart.
         assert_eq!(page.matches("\"gone\"").count(), 1);
     }
 
-    /// https://prometheus.io/docs/practices/naming and the rules of `promtool check metrics`.
+    /// See https://prometheus.io/docs/practices/naming and the rules of `promtool check metrics`.
     #[test]
     fn names_follow_the_conventions_and_each_family_stands_together_once() {
         let page = page(&host(&[("blue", 2)]), 10);
@@ -191,7 +192,7 @@ mod tests {
             }
             assert!(page.contains(&format!("# HELP {name} ")), "{name}");
         }
-        // Each line is of the family whose head stands above it.
+        // Each line belongs to the family whose head is above it.
         let (mut family, mut seen) = ("", BTreeSet::new());
         for line in page.lines() {
             match line.strip_prefix("# HELP ") {
@@ -220,12 +221,12 @@ mod tests {
         let page = page(&host, 40);
         assert!(page.contains("\nunirdma_metrics_vrnics_left_out 23\n"), "{page}");
         assert!(page.contains("unirdma_group_queue_pairs{group=\"red\"} 60"));
-        // What a vRNIC costs, so that somebody who adds families sees what all of them together cost.
+        // The number of lines of one vRNIC, so that the cost of added families is visible.
         let lines = |most| super::page(&host, most).lines().count();
         assert!(lines(40) - lines(39) <= 70, "{}", lines(40) - lines(39));
     }
 
-    /// Each panel of the dashboard asks for series that are there.
+    /// Each panel of the dashboard uses series that exist.
     #[test]
     fn the_dashboard_names_only_what_is_exported() {
         let dashboard = include_str!("../../../../docs/grafana/unirdma.json");
@@ -244,7 +245,7 @@ mod tests {
         }
     }
 
-    /// All queries of a dashboard: of its panels and of its variables.
+    /// All queries of a dashboard: in its panels and in its variables.
     fn collect<'a>(value: &'a serde_json::Value, into: &mut Vec<&'a str>) {
         match value {
             serde_json::Value::Object(o) => {
