@@ -1,10 +1,10 @@
-//! The network to other hosts as the supervisor has it: addresses, MTU, peers, and all sockets.
+//! The network to other hosts in the supervisor: addresses, MTU, peers, and all sockets.
 //!
-//! The worker of each group gets sockets of its own for the ports of RoCEv2 and VXLAN ([`Network::enroll`]), and a program of the kernel
-//! finds the worker that a packet is for (`lane`, [`crate::steer`]). Only the supervisor makes sockets. It keeps a duplicate of each, so that a
-//! worker that is started anew gets the same ones. What concerns all groups stays here: what is known of peers (`directory`, out of a
-//! [`Source`]), the announcements of the groups'
-//! numbers (`announce`), the firewall, and the division of QPNs among the groups (`units`).
+//! The worker of each group gets its own sockets for the ports of RoCEv2 and VXLAN ([`Network::enroll`]). A BPF program
+//! in the kernel selects the worker that gets a packet (`lane`, [`crate::steer`]). Only the supervisor makes sockets.
+//! It keeps a duplicate of each, so that a restarted worker gets the same ones. Matters of all groups stay here: the
+//! knowledge about peers (`directory`, from a [`Source`]), the announcements of the groups' numbers (`announce`), the
+//! firewall, and the division of QPNs among the groups (`units`).
 
 mod agree;
 mod announce;
@@ -53,16 +53,16 @@ use crate::steer::{self, Table};
 use crate::tunnel::{Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
 use crate::{DEFAULT_GROUP, WireConfig, vrnic};
 
-/// Most IP multicast groups of a group of vRNICs, each with a socket of its own.
+/// Most IP multicast groups of a group of vRNICs. Each needs a socket.
 const MAX_MULTICAST: usize = 256;
-/// Packets that are taken off a socket before the others get a turn.
+/// Most packets read from a socket before the next socket gets its turn.
 const BURST: usize = 64;
-/// Longest announcement that is read.
+/// Longest announcement that is accepted, bytes.
 const MAX_PACKET: usize = 2048;
-/// What a packet socket's filter keeps.
+/// Result of a packet socket's filter that keeps the whole packet.
 const ALL_BYTES: u32 = u32::MAX;
 
-/// How other hosts are reached, and what came of it.
+/// The state of the network to other hosts.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct WireInfo {
@@ -70,17 +70,17 @@ pub struct WireInfo {
     pub peers_file: String,
     /// Peers in force.
     pub peers: usize,
-    /// Why the file as it is now is not in force.
+    /// Why the present content of the peers file is not in force.
     pub peers_error: Option<String>,
     /// Largest path MTU, bytes.
     pub mtu: u32,
     pub port: PortCounters,
-    /// Packets that were for no QP, by reason.
+    /// Packets that belonged to no QP, by reason.
     pub drops: WireDrops,
-    /// The network of the containers' interfaces between hosts.
+    /// The tunnel: the network of containers' interfaces between hosts.
     #[serde(default)]
     pub tunnel: TunnelInfo,
-    /// The table of the packet filter by which only the virtual layer sends from and to its ports, if there is one.
+    /// The packet filter's table that lets only the virtual layer send from and to its ports, if there is one.
     #[serde(default)]
     pub firewall: Option<String>,
     /// Rules between groups.
@@ -96,18 +96,18 @@ const MAX_HIDDEN: usize = 100;
 pub struct RulesInfo {
     /// The rules, as text.
     pub rules: Vec<String>,
-    /// Addresses that rules would let groups reach if they did not mean somebody else there.
+    /// Addresses that groups cannot reach in spite of a rule, because the addresses mean something else to them.
     pub hidden: Vec<Hidden>,
 }
 
-/// An address that means somebody else to a group that is joined with its own.
+/// An address of a group that a joined group cannot reach, because the address means something else there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct Hidden {
     pub address: IpAddr,
     /// The group that has it.
     pub group: String,
-    /// The group that does not reach it.
+    /// The group that cannot reach it.
     pub seer: String,
 }
 
@@ -127,20 +127,20 @@ struct Group {
     qpns: Vec<Range>,
     /// The first of its UDP source ports.
     first_port: Option<u16>,
-    /// Its packet sockets, and the values of QPNs in the filter of each.
+    /// Its packet sockets, each with the QPNs in its filter.
     packets: Vec<Packets>,
-    /// IP multicast groups that its worker has sockets of.
+    /// IP multicast groups for which its worker has sockets.
     joined: BTreeSet<IpAddr>,
-    /// Whether it has a secret, and the groups with which it has one: sessions take the place of announcements.
+    /// Its secrets. Groups with secrets need no announcements, because sessions prove their numbers.
     sealed: SealedWith,
 }
 
-/// With whom a group talks in sealed packets.
+/// The secrets of a group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SealedWith {
-    /// Within itself, and with nobody else but with groups with which it has a secret.
+    /// The group has a secret. It then talks to other groups only if it has a secret with them.
     pub own: bool,
-    /// With these groups, if rules join them with it.
+    /// The groups with which it has a secret. It takes effect if a rule joins them.
     pub others: BTreeSet<String>,
 }
 
@@ -167,12 +167,12 @@ pub(crate) struct Network {
     net_mtu: u32,
     source: Box<dyn Source>,
     known: Directory,
-    /// Why the source has said nothing of use the last time.
+    /// The error in the source's last report, if there was one.
     error: Option<String>,
-    /// The log has these.
+    /// Hidden addresses that were logged already.
     hidden: Vec<Hidden>,
     orders: Orders,
-    /// All that [`Network::on_event`] looks at.
+    /// Polls all descriptors that [`Network::on_event`] reads.
     epoll: OwnedFd,
     announcer: Announcer,
     lanes: Vec<Lane>,
@@ -184,21 +184,23 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// Claims the ports and learns of peers.
+    /// Binds the ports, and reads the peers.
     ///
     /// # Errors
-    /// One line: an address, a port or the MTU does not fit this host, a privilege is missing, or the peers file is bad.
+    /// One line: an address, a port or the MTU does not fit this host, a privilege is missing, or the peers file is
+    /// invalid.
     pub fn open(c: &WireConfig, dir: &Path, source: Box<dyn Source>) -> io::Result<Network> {
         let claim = |kind| c.addresses.iter().map(move |&a| Lane::claim(kind, a));
         let lanes = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
         Network::with_lanes(c, dir, source, lanes)
     }
 
-    /// Takes over what a supervisor has left that was killed: for each group what [`Network::to_keep`] said.
+    /// Takes over the network of a supervisor that was killed. `workers` has what [`Network::to_keep`] returned for
+    /// each group.
     ///
     /// # Errors
-    /// As [`Network::open`]; or it cannot be known any more which socket gets which packets, since the workers are not those that there
-    /// were, or the configuration is another one (`InvalidData`). All workers are to be ended then, and [`Network::open`] begins anew.
+    /// As [`Network::open`]. `InvalidData` if the assignment of packets to sockets is unknown, because the workers or
+    /// the configuration have changed. Then all workers must be ended, and [`Network::open`] makes a new network.
     pub fn adopt(
         c: &WireConfig,
         dir: &Path,
@@ -275,7 +277,7 @@ impl Network {
         }
         let firewall = c.firewall.then(|| Firewall::start(dir, &c.addresses, &known.layers())).transpose()?;
         if c.full_icrc {
-            // To see now whether this host may.
+            // Tests whether this process has the privilege.
             ipv4(&c.addresses).try_for_each(|a| open::packets(a, &[steer::end(0)]).map(drop))?;
         }
         let announcer = Announcer::new()?;
@@ -310,10 +312,11 @@ impl Network {
 
     // --- groups and their sockets ---
 
-    /// Makes the sockets of a group. The default group is the first.
+    /// Makes the sockets of a group. The default group must be the first.
     ///
     /// # Errors
-    /// The group is there already, no QPNs are left, or those of sockets and programs; the group has nothing then.
+    /// The group has sockets already, no QPNs are left, or an error of sockets or BPF programs. The group then has
+    /// nothing.
     pub fn enroll(&mut self, group: &str, id: u32) -> io::Result<()> {
         if self.groups.contains_key(group) {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("group {group} has sockets already")));
@@ -344,14 +347,15 @@ impl Network {
         Ok(())
     }
 
-    /// The first of the UDP source ports that no group has yet; `None`: there are none, and a group sends from that of RoCEv2.
+    /// The first of a range of UDP source ports that no group has; `None`: all are taken, and the group sends from the
+    /// port of RoCEv2.
     fn free_port(&self) -> Option<u16> {
         let taken: BTreeSet<u16> = self.groups.values().filter_map(|g| g.first_port).collect();
         (FIRST_SOURCE_PORT..=u16::MAX).step_by(SOURCE_PORTS.into()).find(|p| !taken.contains(p))
     }
 
-    /// What a group's worker is to be told, duplicates of the group's sockets, and sockets that only send, for a worker that has none.
-    /// The worker before it must have ended: its sockets for sending have the same ports.
+    /// The network's configuration for a new worker of a group, with duplicates of the group's sockets and new
+    /// send-only sockets. The worker before must have ended, because its send-only sockets had the same ports.
     ///
     /// # Errors
     /// There is no such group, or no descriptor is left.
@@ -362,7 +366,7 @@ impl Network {
         let (mut enrolment, mut sockets) = self.to_keep(group)?;
         let ports = enrolment.first_port.into_iter().flat_map(|p| p..=p + (SOURCE_PORTS - 1));
         for (&address, port) in self.addresses.iter().flat_map(|a| ports.clone().map(move |p| (a, p))) {
-            // A flow whose port somebody else has leaves by the port of RoCEv2.
+            // A flow whose port is taken by another program sends from the port of RoCEv2.
             if let Ok(udp) = open::flow(SocketAddr::new(address, port), self.options) {
                 enrolment.roles.push(Role::Flow(address, port));
                 sockets.push(udp.into());
@@ -371,7 +375,7 @@ impl Network {
         Ok((enrolment, sockets))
     }
 
-    /// What of that has to stay the same for [`Network::adopt`].
+    /// The part of [`Network::sockets_of`] that must be kept for [`Network::adopt`].
     ///
     /// # Errors
     /// As [`Network::sockets_of`].
@@ -409,7 +413,8 @@ impl Network {
         Ok((enrolment, sockets))
     }
 
-    /// Takes the sockets of a group out of their ports, whoever has them open, and gives its QPNs back. Its worker has ended.
+    /// Removes the sockets of a group from their ports, even if other processes have them open, and frees its QPNs. Its
+    /// worker must have ended.
     pub fn dismiss(&mut self, group: &str) {
         let Some(g) = self.groups.remove(group) else { return };
         self.known.forget_worker(group);
@@ -422,7 +427,7 @@ impl Network {
         self.groups_changed();
     }
 
-    /// Gives a group another range of QPNs, if it may have one; all that it has.
+    /// Gives a group another range of QPNs, if it may have one. Returns all its ranges.
     pub fn more_qpns(&mut self, group: &str) -> Option<Vec<Range>> {
         let g = self.groups.get_mut(group)?;
         let range = self.units.further(&g.qpns)?;
@@ -437,7 +442,7 @@ impl Network {
         Some(all)
     }
 
-    /// From now on packets for QPN 1 of one of this host's addresses are for this group; `None`: for the default group.
+    /// Assigns packets for QPN 1 of one of this host's addresses to a group; `None`: to the default group.
     pub fn set_owner(&mut self, address: IpAddr, group: Option<&str>) {
         let before = match group {
             Some(g) if self.addresses.contains(&address) => self.owners.insert(address, g.into()),
@@ -450,8 +455,8 @@ impl Network {
         }
     }
 
-    /// Sockets of the IP multicast groups that a group's worker wants to hear and has none of yet. What it wanted before, and does not
-    /// any more, it has closed.
+    /// Sockets of the IP multicast groups in `wanted` for which a group's worker has none yet. The worker has closed
+    /// the sockets of groups that it no longer wants.
     pub fn join(&mut self, group: &str, wanted: &[IpAddr]) -> Vec<(IpAddr, OwnedFd)> {
         let Some(g) = self.groups.get_mut(group) else { return Vec::new() };
         let wanted: BTreeSet<IpAddr> =
@@ -474,7 +479,7 @@ impl Network {
         made
     }
 
-    /// Puts in force who gets which packets.
+    /// Updates the BPF programs that assign packets to sockets.
     fn steer(&mut self) -> io::Result<()> {
         let Network { lanes, groups, owners, known, .. } = self;
         for lane in lanes.iter_mut() {
@@ -495,7 +500,7 @@ impl Network {
         self.set_filters()
     }
 
-    /// Lets packet sockets have what their groups' UDP sockets would have.
+    /// Lets packet sockets receive the same packets as their groups' UDP sockets.
     fn set_filters(&mut self) -> io::Result<()> {
         if !self.options.full_icrc {
             return Ok(());
@@ -518,7 +523,7 @@ impl Network {
         Ok(())
     }
 
-    /// The supervisor's sockets are others after each change of the steering.
+    /// Watches the supervisor's sockets. Each change of the steering may replace them.
     fn watch_own_sockets(&self) -> io::Result<()> {
         for udp in self.lanes.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(Lane::own) {
             match epoll::add(&self.epoll, udp, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
@@ -531,13 +536,13 @@ impl Network {
 
     // --- peers ---
 
-    /// What becomes readable when [`Network::on_event`] is to be called.
+    /// A descriptor that becomes readable when [`Network::on_event`] must be called.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 
-    /// Reads what peers say, and what has changed at the source, and says again what peers do not know. True if workers may be to be told
-    /// something: [`Network::tidings`].
+    /// Reads announcements of peers and changes of the source, and repeats announcements that are due. True if there
+    /// may be messages to workers: [`Network::tidings`].
     pub fn on_event(&mut self) -> bool {
         let mut changed = self.learn();
         let mut buffer = [0; MAX_PACKET];
@@ -552,7 +557,7 @@ impl Network {
                         let agrees = |host, vni| self.announcer.agrees(host, vni, group);
                         self.known.note_agreement(group, Some(from.ip()), agrees);
                     }
-                    // It may be the number of a group that is joined with one of this host.
+                    // The peer may have announced the number of a group that a rule joins with a group of this host.
                     self.known.doubt_host(from.ip());
                 }
             }
@@ -560,7 +565,7 @@ impl Network {
         changed
     }
 
-    /// Puts in force what has changed at the source; true if anything has. An error changes nothing.
+    /// Applies changes of the source; true if anything has changed. After an error nothing is changed.
     fn learn(&mut self) -> bool {
         let changes = match self.source.changes() {
             None => return false,
@@ -589,7 +594,7 @@ impl Network {
         effect.any
     }
 
-    /// Tells the peers which groups this host has now.
+    /// Announces this host's groups to the peers.
     fn groups_changed(&mut self) {
         let Network { groups, known, addresses, .. } = self;
         let (mut members, mut joined) = (Vec::new(), Vec::new());
@@ -597,7 +602,7 @@ impl Network {
             let view = known.view(name);
             let plainly = view.joined.iter().filter(|(other, _)| !group.sealed.others.contains(*other));
             let of_joined: Vec<Members> = plainly.map(|(other, j)| j.outline(other)).collect();
-            // Hosts with members of a joined group only are to know the number of this one, too.
+            // Hosts that have only members of a joined group must know the number of this group, too.
             let mut own = known.outline(name);
             own.hosts.extend(of_joined.iter().flat_map(|j| &j.hosts).filter(|h| !addresses.contains(h)));
             members.push(own);
@@ -614,8 +619,8 @@ impl Network {
         }
     }
 
-    /// From now on a group has these secrets, or none. What one with a secret opens was sealed for its number and its name: nobody has to
-    /// announce these, and nobody without the secret can say others.
+    /// Sets which secrets a group has. A sealed packet proves the group's number and name, so groups with a secret are
+    /// not announced.
     pub fn set_sealed(&mut self, group: &str, sealed: SealedWith) {
         let changed = self.groups.get_mut(group).filter(|g| g.sealed != sealed);
         if changed.map(|g| g.sealed = sealed).is_some() {
@@ -623,12 +628,12 @@ impl Network {
         }
     }
 
-    /// Nothing of it stays in force: the firewall's rules go.
+    /// Removes the firewall's rules, which would outlive this process.
     pub fn end(&mut self) {
         self.firewall = None;
     }
 
-    /// Where a group's peers are, for a worker that begins.
+    /// The locations of a group's peers, for a new worker.
     pub fn plan(&mut self, group: &str) -> Plan {
         self.known.plan(group, &|host, vni, name: &str| self.announcer.agrees(host, vni, name))
     }
@@ -638,13 +643,13 @@ impl Network {
         self.known.rules.of(group).map(ToString::to_string).collect()
     }
 
-    /// The rules in force, and what they make unreachable.
+    /// The rules in force, and the addresses that are hidden in spite of them.
     pub fn rules(&self) -> RulesInfo {
         let rules = self.known.rules.all().into_iter().map(ToString::to_string).collect();
         RulesInfo { rules, hidden: self.hidden.clone() }
     }
 
-    /// What rules make unreachable.
+    /// Addresses that are hidden from groups in spite of a rule.
     fn find_hidden(&mut self) -> Vec<Hidden> {
         let mut found = Vec::new();
         for seer in self.groups.keys() {
@@ -656,12 +661,12 @@ impl Network {
         found
     }
 
-    /// What the worker of a group is to be told that it has not been told yet.
+    /// The next message to a group's worker about other hosts.
     pub fn tidings(&mut self, group: &str) -> Option<Tidings> {
         self.known.tidings(group, &|host, vni, name: &str| self.announcer.agrees(host, vni, name))
     }
 
-    /// True if there is anything of that kind.
+    /// True if there may be such a message.
     pub fn has_tidings(&self, group: &str) -> bool {
         self.known.has_tidings(group)
     }
@@ -678,7 +683,8 @@ impl Network {
         &self.addresses
     }
 
-    /// MTU of the containers' interfaces: their frames go through the tunnel whole, also sealed if their group has a secret.
+    /// MTU of the containers' interfaces. A frame of this size fits into one packet of the tunnel, even if it is
+    /// sealed.
     pub fn net_mtu(&self, sealed: bool) -> u32 {
         self.net_mtu.saturating_sub(if sealed { TAIL_BYTES as u32 } else { 0 })
     }
@@ -714,7 +720,7 @@ fn options(c: &WireConfig) -> Options {
     Options { mark: c.firewall.then_some(firewall::MARK), full_icrc: c.full_icrc }
 }
 
-/// Which group has each QPN, as its index, and which has QPN 1 of an address. Other QPNs are the default group's.
+/// The index of the group of each QPN, and of QPN 1 of an address. Other QPNs belong to the default group.
 fn qpn_table(groups: &BTreeMap<String, Group>, owner: Option<&String>, at: &Indices<'_>) -> (Table, u32) {
     let default = at.get(DEFAULT_GROUP).copied().unwrap_or(0);
     let index = |name: &String| at.get(name.as_str()).copied();
@@ -728,7 +734,7 @@ fn ipv4(addresses: &[IpAddr]) -> impl Iterator<Item = Ipv4Addr> {
     addresses.iter().filter_map(|a| if let IpAddr::V4(a) = a { Some(*a) } else { None })
 }
 
-/// The supervisor's sockets of VXLAN.
+/// Sends with the supervisor's VXLAN sockets.
 struct Out<'a>(&'a [Lane]);
 
 impl Out<'_> {
@@ -740,7 +746,7 @@ impl Out<'_> {
 impl Outlet for Out<'_> {
     fn send(&self, packet: &[u8], to: IpAddr) {
         if let Some(udp) = self.lane(to).and_then(Lane::own) {
-            // A full queue drops the packet, as a wire would.
+            // If the queue is full, the packet is dropped, as on a wire.
             let _ = udp.send_to(packet, SocketAddr::new(to, VXLAN_PORT));
         }
     }
@@ -775,8 +781,8 @@ fn mtus(c: &WireConfig) -> io::Result<(u8, u32)> {
     Ok((mtu_code, net_mtu))
 }
 
-/// Bytes that headers and ICRC add to a payload, at most: those of a datagram inside VXLAN, sealed, since a group may get a secret at any
-/// time.
+/// Most bytes that headers and ICRC add to a payload: the overhead of a sealed datagram inside VXLAN, because a group
+/// may get a secret at any time.
 fn overhead(a: IpAddr) -> u32 {
     let ip = if a.is_ipv4() { 20 } else { 40 };
     ip + 8 + (MAX_OUTER_BYTES + MAX_HEADER_BYTES + ICRC_BYTES + TAIL_BYTES) as u32

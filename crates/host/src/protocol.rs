@@ -57,7 +57,7 @@ pub(crate) enum Call {
         version: u32,
     },
     /// The second call of a worker's first connection: its configuration. The sockets of the network are sent along, if
-    /// there is one, and as the last descriptor the table of core contention.
+    /// there is one.
     Begin(Box<Begin>),
     /// Adds a vRNIC. The listening sockets for its programs, for its network interface in a virtual machine, and for
     /// the RFC mode are sent along.

@@ -1,7 +1,9 @@
-//! Where this host learns of others: which virtual addresses live on which host, and which number each group has between hosts.
+//! Sources of knowledge about other hosts: the host of each virtual address, and the number of each group between
+//! hosts.
 //!
-//! A source says what has changed, not what there is, so that one vRNIC that moves among many costs what it touches, down to the worker
-//! of its group. The peers file is one source ([`PeersFile`]), the control centre another ([`Bulletin`]).
+//! A source reports changes instead of the whole state. So the cost of a moved vRNIC depends on the change alone, down
+//! to the worker of its group. One source is the peers file ([`PeersFile`]), another one the control centre
+//! ([`Bulletin`]).
 
 use std::io;
 use std::net::IpAddr;
@@ -17,46 +19,49 @@ use unirdma_policy::Rule;
 use crate::WireConfig;
 use crate::peers::{self, Peers};
 
-/// Where a virtual address is: at another host, or at this one, for groups that a rule joins with that of the address.
+/// The location of a virtual address. The host may be this one, for groups that a rule joins with the group of the
+/// address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub host: IpAddr,
-    /// It is a plain RoCEv2 device.
+    /// The host is a plain RoCEv2 device.
     pub foreign: bool,
 }
 
-/// A change of what is known of other hosts. `None`: it is not known any more.
+/// A change of the knowledge about other hosts. `None` removes an entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     /// The number of a group between hosts.
     Vni { group: String, vni: Option<u32> },
-    /// Where a virtual address of a group is.
+    /// The location of a virtual address of a group.
     Address { group: String, address: IpAddr, place: Option<Place> },
-    /// At which host a vRNIC of a group is that has this Ethernet address.
+    /// The host of the vRNIC of a group that has this Ethernet address.
     Mac { group: String, mac: Mac, host: Option<IpAddr> },
-    /// A rule between groups is said, or not any more. It holds for as long as it was said more often than taken back.
+    /// A rule between groups is added or removed. It holds while it was added more often than removed.
     Rule { rule: Rule, there: bool },
 }
 
-/// Who knows other hosts.
+/// A source of knowledge about other hosts.
 pub(crate) trait Source: Send {
-    /// What it is, for people.
+    /// Its name, for people.
     fn name(&self) -> String;
 
-    /// What becomes readable when there may be changes. `None`: whoever changes the source says so itself.
+    /// A descriptor that becomes readable when there may be changes. `None`: the part of the program that changes the
+    /// source calls the network.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
-    /// What has changed since the last call, the first time everything. `None`: nothing was looked at, since nothing has happened.
+    /// The changes since the last call; at the first call, everything. `None`: nothing has happened, so nothing was
+    /// read.
     ///
     /// # Errors
-    /// One line; what was known before is still so.
+    /// One line. The former knowledge stays valid.
     fn changes(&mut self) -> Option<Result<Vec<Change>, String>>;
 }
 
-/// The source of a configuration: its peers file, or else what the control centre says.
+/// The source of a configuration: the peers file, or else the control centre.
 ///
 /// # Errors
-/// Those of [`PeersFile::new`].
+/// Errors of [`PeersFile::new`].
 pub(crate) fn of(c: &WireConfig, bulletin: &Bulletin) -> io::Result<Box<dyn Source>> {
     Ok(match &c.peers {
         Some(file) => Box::new(PeersFile::new(file, &c.addresses)?),
@@ -64,12 +69,12 @@ pub(crate) fn of(c: &WireConfig, bulletin: &Bulletin) -> io::Result<Box<dyn Sour
     })
 }
 
-/// What the control centre has said of other hosts, and the network has not looked at yet.
+/// The control centre's changes that the network has not read yet.
 #[derive(Clone, Default)]
 pub(crate) struct Bulletin(Arc<Mutex<Vec<Change>>>);
 
 impl Bulletin {
-    /// Adds to it. The network is to look at it then.
+    /// Adds changes. The caller must then make the network read them.
     pub fn add(&self, changes: impl IntoIterator<Item = Change>) {
         lock(&self.0).extend(changes);
     }
@@ -90,13 +95,13 @@ impl Source for Bulletin {
     }
 }
 
-/// The peers file, read again when it changes.
+/// The peers file. It is read again when it changes.
 pub(crate) struct PeersFile {
     path: PathBuf,
     own: Vec<IpAddr>,
-    /// Of the directory: editors replace a file by another.
+    /// Watches the file's directory, because editors replace the file by another one.
     watch: OwnedFd,
-    /// As it was read the last time.
+    /// The content at the last reading.
     peers: Option<Peers>,
 }
 

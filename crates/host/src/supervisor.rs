@@ -1,10 +1,13 @@
-//! The supervisor: it starts a worker for each group and again if it dies, makes the directories and sockets of vRNICs, and answers
-//! administrators. It executes nothing for a tenant, and nothing that a worker does or leaves undone keeps it from serving others.
+//! The supervisor. It starts a worker for each group, restarts workers that die, makes the directories and sockets of
+//! vRNICs, and answers administrators. It executes nothing for a tenant. A worker that misbehaves or hangs does not
+//! prevent it from serving others.
 //!
-//! Its thread waits for what happens; each administration connection and whatever has to wait for a worker has a thread of its own.
-//! Locks, in this order: a group's own (`Group::lock`), which is held while its worker answers; then that of the keeper
-//! (`Supervisor::keeper`) or that of the network (`Around::network`), never both; and that of the names ([`Supervisor::names`]), which
-//! is held for moments. Nobody holds the locks of two groups.
+//! Its main thread waits for events. Each administration connection has a thread, and so has all work that may wait for
+//! a worker.
+//!
+//! Order of locks: first a group's lock (`Group::lock`), which is held while its worker answers. Then either the
+//! keeper's lock (`Supervisor::keeper`) or the network's lock (`Around::network`), never both. Last the lock of the
+//! names ([`Supervisor::names`]), which is held only for moments. No thread holds the locks of two groups.
 
 pub(crate) mod figures;
 mod fleet;
@@ -43,32 +46,33 @@ use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, fdpass, vrnic_dir}
 use group::{Around, Group, Inner, KeptGroup, Member};
 use heritage::Heritage;
 
-/// Tokens in the epoll set. Those of a group have its number in their lower half.
+/// Tokens in the epoll set. A group's tokens have its number in their lower half.
 const STOP: u64 = 0;
 const ADMIN: u64 = 1;
 const KEEPER: u64 = 2;
 const NETWORK: u64 = 3;
 const DEATH: u64 = 1 << 32;
 const NOTICE: u64 = 2 << 32;
-/// The first process of a container whose administration connection was that of another supervisor.
+/// The end of a container's first process, if the container's administration connection was one of an earlier
+/// supervisor.
 const CONTAINER: u64 = 3 << 32;
 
-/// Notices of a worker that are heeded at a time, and the pause before the next ones.
+/// Number of notices of a worker that are handled at a time, and the pause before the next ones.
 const NOTICES: u32 = 16;
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What is one for all groups: names, numbers and addresses.
+/// State of all groups: names, numbers and addresses.
 struct Names {
     groups: BTreeMap<String, Arc<Group>>,
     /// Names of groups that are being made or removed.
     busy: BTreeSet<String>,
     next_group: u32,
     vrnics: BTreeMap<String, Named>,
-    /// The groups of which an administration connection holds something.
+    /// For each administration connection, the groups of which it holds an interface or a container.
     held: BTreeMap<u64, BTreeSet<String>>,
 }
 
-/// A vRNIC among all.
+/// A vRNIC in the state of all groups.
 struct Named {
     group: String,
     hardware: Hardware,
@@ -79,28 +83,28 @@ pub(crate) struct Supervisor {
     dir: PathBuf,
     engine: EngineConfig,
     around: Arc<Around>,
-    /// How the supervisor is confined.
+    /// The supervisor's confinement.
     in_force: InForce,
-    /// Where the control centre's peers come from.
+    /// The control centre's changes of peers, for the network.
     bulletin: Bulletin,
     neighbours: Mutex<Neighbours>,
-    /// `None`: this host is of no fleet.
+    /// `None`: this host belongs to no fleet.
     centre: OnceLock<Arc<Centre>>,
-    /// What the centre has said of rules and secrets.
+    /// The centre's rules and secrets.
     ordered: Mutex<fleet::Ordered>,
-    /// Weights of the centre's groups, for those that have no worker yet.
+    /// Weights of the centre's groups, including groups that have no worker yet.
     weights: Mutex<BTreeMap<String, u32>>,
-    /// vRNICs whose removal an administrator has asked for, although programs use them.
+    /// vRNICs that an administrator removes although programs use them.
     forced: Mutex<BTreeSet<String>>,
-    /// vRNICs that the control centre was asked for and that it has not given, as far as this host knows: it may have died before it said so.
+    /// vRNICs requested from the centre without success. The centre may have made one, and died before it answered.
     ungiven: Mutex<BTreeMap<String, unirdma_fleet::v1::Vrnic>>,
     names: Mutex<Names>,
-    /// `None` while workers are threads, or there is no keeper for the moment.
+    /// `None` if workers are threads, and while there is no keeper.
     keeper: Mutex<Option<Keeper>>,
     epoll: OwnedFd,
     /// Number of the next administration connection.
     next_connection: AtomicU64,
-    /// The connection that captures.
+    /// The administration connection that captures.
     capturing: Mutex<Option<u64>>,
     stopping: AtomicBool,
 }
@@ -120,7 +124,7 @@ impl Supervisor {
             Isolation::Processes => {
                 let plan = confine::Plan::make(&confine::Options { user: config.user.clone() })?;
                 let wire = config.wire.as_ref();
-                // Of what follows each step takes no more than this.
+                // Each of the following steps needs only these privileges.
                 let needs = confine::Needs {
                     workers: plan.user.is_ok(),
                     network: wire.is_some(),
@@ -174,7 +178,7 @@ impl Supervisor {
         begun.map(|()| s)
     }
 
-    /// Has a keeper, and the default group, and what there was before.
+    /// Starts the keeper and the default group, or takes over what an earlier supervisor has left.
     fn begin(self: &Arc<Self>, heritage: Option<Heritage>) -> io::Result<()> {
         for d in [self.around.doors.clone(), self.dir.join("vrnics")] {
             let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&d);
@@ -195,10 +199,10 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Puts in force what the control centre has said before, and begins to speak with it.
+    /// Puts in force the control centre's updates on disk, and starts to talk to the centre.
     ///
     /// # Errors
-    /// One line: what was kept cannot be read.
+    /// One line: the updates cannot be read.
     pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
         let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
         lock(&self.neighbours).set_me(&identity.name);
@@ -237,7 +241,7 @@ impl Supervisor {
         }
         self.keep_group(&group, &inner);
         self.keep_sockets(name);
-        // Known first, since a death is told once.
+        // The group is registered before its worker is watched, because a death is reported only once.
         self.names().groups.insert(name.into(), group.clone());
         self.watch_worker(&group, &inner);
         Ok(())
@@ -251,7 +255,7 @@ impl Supervisor {
         }
     }
 
-    /// Tells the workers what they do not know yet of their peers.
+    /// Sends workers their missing knowledge about peers.
     fn tell_workers(&self) {
         let Some(n) = &self.around.network else { return };
         for group in self.groups().into_iter().filter(|g| lock(n).has_tidings(&g.name)) {
@@ -261,12 +265,13 @@ impl Supervisor {
                 Some(Tidings::Changes(changes)) => Call::Changes(changes),
                 None => continue,
             };
-            // A worker that does not take it is ended, and the next one is told everything.
+            // A worker that does not accept it is ended. The next one gets everything.
             let _ = group.call(&mut inner, &call, &[]);
         }
     }
 
-    /// Packets for QPN 1 of this host's addresses, which plain devices send, are for the group that has a vRNIC with the address.
+    /// Assigns packets for QPN 1 of this host's addresses, which plain devices send, to the group that has a vRNIC with
+    /// the address.
     fn set_owners(&self) {
         let Some(n) = &self.around.network else { return };
         let mut n = lock(n);
@@ -286,7 +291,7 @@ impl Supervisor {
         }
     }
 
-    /// As [`Supervisor::watch`], for what stays readable: it is told once.
+    /// As [`Supervisor::watch`], for descriptors that stay readable: the event is reported once.
     fn watch_once(&self, fd: BorrowedFd<'_>, token: u64) {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
         if let Err(e) = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags) {
@@ -299,11 +304,11 @@ impl Supervisor {
         if let Some(fd) = worker.pidfd() {
             self.watch_once(fd, DEATH + u64::from(group.id));
         }
-        // Until the thread that reads them is done.
+        // Reported again only after the thread that reads the notices has finished.
         self.watch_once(worker.notices(), NOTICE + u64::from(group.id));
     }
 
-    /// Starts a group's worker anew.
+    /// Restarts a group's worker.
     fn revive(self: &Arc<Self>, group: Arc<Group>) {
         self.apart("revive", move |s| {
             group.revive(|inner| {
@@ -316,7 +321,7 @@ impl Supervisor {
     /// Serves until `stop` becomes readable.
     ///
     /// # Errors
-    /// Those of epoll.
+    /// Errors of epoll.
     pub fn run(self: &Arc<Self>, stop: BorrowedFd<'_>, admin: &UnixListener) -> io::Result<()> {
         self.watch(stop, STOP);
         self.watch(admin.as_fd(), ADMIN);
@@ -351,11 +356,12 @@ impl Supervisor {
         if let Some(c) = self.centre.get() {
             c.stop();
         }
-        // Without the lock at first, which somebody may hold who waits for a worker.
+        // First without the groups' locks, which threads that wait for workers may hold.
         self.groups().iter().for_each(|g| g.kill());
         self.groups().iter().for_each(|g| g.end());
         if let Some(n) = &self.around.network {
-            // Administrators who are still connected keep it alive.
+            // Connected administrators keep the network's object alive, so the firewall's rules must be removed
+            // explicitly.
             lock(n).end();
         }
         if let Some(k) = lock(&self.keeper).take() {
@@ -370,7 +376,7 @@ impl Supervisor {
         self.names().groups.values().find(|g| g.id == id).cloned()
     }
 
-    /// Runs `f` where it may wait.
+    /// Runs `f` on a separate thread, where it may wait.
     fn apart(self: &Arc<Self>, what: &str, f: impl FnOnce(&Arc<Supervisor>) + Send + 'static) {
         let me = self.clone();
         if let Err(e) = std::thread::Builder::new().name(what.into()).spawn(move || f(&me)) {
@@ -393,7 +399,7 @@ impl Supervisor {
                 let Some(notice) = inner.worker.as_ref().and_then(|w| w.notice(&mut buffer)) else { break };
                 s.heed(&group, &mut inner, notice);
             }
-            // A worker that speaks without end is heard now and then.
+            // The pause limits the rate of a worker that sends notices endlessly.
             std::thread::sleep(PAUSE);
             let inner = group.lock();
             if let Some(w) = inner.worker.as_ref().filter(|w| w.listens()) {
@@ -403,7 +409,7 @@ impl Supervisor {
         });
     }
 
-    /// Does what a worker asks for by itself.
+    /// Handles a worker's notice.
     fn heed(&self, group: &Group, inner: &mut Inner, notice: Notice) {
         match notice {
             Notice::Groups(wanted) => {
@@ -416,7 +422,7 @@ impl Supervisor {
                 }
             }
             Notice::Stuck { thread, seconds } => {
-                // In the place of what it may have said before.
+                // Replaces the worker's former notice.
                 inner.stuck = Some((format!("{thread} for {seconds} s"), Instant::now()));
             }
             Notice::Qpns => {
@@ -435,7 +441,8 @@ impl Supervisor {
         }
     }
 
-    /// The container of another supervisor's connection has ended, and with it what that connection held.
+    /// The first process of a container of an earlier supervisor's connection has ended. Releases everything that this
+    /// connection held.
     fn on_container_end(self: &Arc<Self>, id: u64) {
         self.apart("detach", move |s| s.closed(id));
     }
@@ -453,7 +460,7 @@ impl Supervisor {
     }
 }
 
-/// The directory of a vRNIC and the sockets in it, in the order of [`Call::Add`].
+/// Makes the directory of a vRNIC and its sockets, in the order of [`Call::Add`].
 fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 3]> {
     let dir = vrnic_dir(base, name);
     std::fs::create_dir(&dir)?;
@@ -463,7 +470,7 @@ fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 3]> {
             let path = dir.join(socket);
             let listener = UnixListener::bind(&path)?;
             listener.set_nonblocking(true)?;
-            // Who may see the directory may connect: it is mounted into one container only.
+            // The directory is mounted into one container only. Every process that sees it may connect.
             std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
             Ok(listener)
         };

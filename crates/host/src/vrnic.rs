@@ -1,4 +1,4 @@
-//! Names and addresses of vRNICs: what is given, what is derived, what is refused.
+//! Names, addresses and limits of vRNICs: requests, derived values and checks.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -49,13 +49,14 @@ impl std::str::FromStr for IpNet {
     }
 }
 
-/// Request for a new vRNIC.
+/// A request for a new vRNIC.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct AddVrnic {
     pub name: String,
-    /// At most one IPv4 address, and IPv6 addresses as many as the GID table holds; empty: the next free 10.77.x.y.
+    /// At most one IPv4 address, and as many IPv6 addresses as the GID table can hold. If empty, the next free
+    /// 10.77.x.y is taken.
     pub ips: Vec<IpNet>,
     pub group: Option<String>,
     pub max_qp: Option<u32>,
@@ -63,7 +64,7 @@ pub struct AddVrnic {
     pub max_mr: Option<u32>,
     pub max_mr_bytes: Option<u64>,
     pub max_sessions: Option<u32>,
-    /// Its interface may send with any IP address: it is a router.
+    /// Its interface may send with any IP address, as a router does.
     pub allow_spoof: bool,
     #[serde(flatten)]
     pub share: SetShare,
@@ -72,7 +73,7 @@ pub struct AddVrnic {
 }
 
 impl AddVrnic {
-    /// How many objects it may have.
+    /// The limits of its objects.
     pub(crate) fn limits(&self) -> Limits {
         let d = Limits::default();
         Limits {
@@ -86,7 +87,7 @@ impl AddVrnic {
     }
 }
 
-/// What a vRNIC may make the virtual layer hold, as far as it is to be other than it is: at most half of what the others leave.
+/// Changes to a vRNIC's resource limits; `None` keeps the present one. Default: half of what other vRNICs leave free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)]
@@ -96,12 +97,12 @@ pub struct SetHeld {
     /// Bytes.
     pub max_address_space: Option<u64>,
     pub max_pieces: Option<u64>,
-    /// Bytes. It may be more than half of what the others leave.
+    /// Bytes. It may be set to more than half of what other vRNICs leave free.
     pub max_filled: Option<u64>,
 }
 
 impl SetHeld {
-    /// What it is after `change`.
+    /// Applies `change` to these limits.
     pub(crate) fn merge(&mut self, change: &SetHeld) {
         self.max_descriptors = change.max_descriptors.or(self.max_descriptors);
         self.max_mappings = change.max_mappings.or(self.max_mappings);
@@ -118,13 +119,13 @@ impl SetHeld {
             Resource::AddressSpace => self.max_address_space,
             Resource::Pieces => self.max_pieces,
             Resource::Filled => self.max_filled,
-            // What needs much of it is wrong.
+            // The worker's own memory has no settable limit: a program that needs much of it is faulty.
             Resource::Kept => None,
         })
     }
 }
 
-/// How much of something a vRNIC makes the virtual layer hold, and how much it may at this moment.
+/// The amount of a resource that a vRNIC uses in the virtual layer, and its present limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct Held {
@@ -132,7 +133,7 @@ pub struct Held {
     pub limit: u64,
 }
 
-/// What a vRNIC makes the virtual layer hold.
+/// The resources that a vRNIC uses in the virtual layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct LedgerInfo {
@@ -145,7 +146,7 @@ pub struct LedgerInfo {
     /// Bytes of pages that transfers have made in sparse memory files.
     #[serde(default)]
     pub filled: Held,
-    /// Bytes of the worker's own memory: events and datagrams that wait, and the like.
+    /// Bytes of the worker's own memory, for pending events, pending datagrams and the like.
     #[serde(default)]
     pub kept: Held,
 }
@@ -160,7 +161,7 @@ impl LedgerInfo {
     }
 }
 
-/// A vRNIC's part of the virtual layer, as far as it is to be other than it is: see [`Share`].
+/// Changes to a vRNIC's share of the virtual layer (see [`Share`]); `None` keeps the present value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)]
@@ -177,10 +178,10 @@ pub const MAX_WEIGHT: u32 = 10_000;
 pub const MAX_BURST_US: u64 = 10_000_000;
 
 impl SetShare {
-    /// What `share` becomes.
+    /// `share` with these changes.
     ///
     /// # Errors
-    /// A value out of its range, in words.
+    /// In words, the value that is out of its range.
     pub fn apply(&self, share: Share) -> Result<Share, String> {
         let share = Share {
             weight: self.weight.unwrap_or(share.weight),
@@ -198,7 +199,7 @@ impl SetShare {
     }
 }
 
-/// A vRNIC as it is shown.
+/// A vRNIC as it is shown to people.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct VrnicInfo {
@@ -220,7 +221,7 @@ pub struct VrnicInfo {
     /// Frames of its interface that were refused.
     #[serde(default)]
     pub frames_refused: FrameDrops,
-    /// PID of the first process of its container, or of the last that was started of several.
+    /// PID of the first process of its container. If several were started, of the last one.
     #[serde(default)]
     pub container: Option<i32>,
     pub sessions: usize,
@@ -238,26 +239,26 @@ pub struct VrnicInfo {
     /// How long the RNIC has worked for it, nanoseconds.
     #[serde(default)]
     pub busy_ns: u64,
-    /// How often its programs, or its guest, kicked the RNIC, which was asleep.
+    /// Number of kicks by its programs or its guest while the RNIC was asleep.
     #[serde(default)]
     pub kicks: u64,
     pub counters: Counters,
     /// The rules that concern its group.
     #[serde(default)]
     pub rules: Vec<String>,
-    /// Where its programs listen for RDMA connections, as `TCP 0.0.0.0:7174`; left out of lists.
+    /// Addresses at which its programs listen for RDMA connections, such as `TCP 0.0.0.0:7174`. Not in lists.
     #[serde(default)]
     pub listeners: Vec<String>,
-    /// How the memory of its MRs is reached, and why; left out of lists.
+    /// How the memory of its MRs is accessed, and why. Not in lists.
     #[serde(default)]
     pub memory: Vec<MrNote>,
-    /// Its QPs; left out of lists.
+    /// Its QPs. Not in lists.
     #[serde(default)]
     pub queue_pairs: Vec<QpInfo>,
 }
 
 impl VrnicInfo {
-    /// Adds what another vRNIC has done.
+    /// Adds the counters of another vRNIC.
     pub(crate) fn add_done(&mut self, o: &VrnicInfo) {
         self.counters += o.counters;
         self.frames_refused += o.frames_refused;
@@ -265,7 +266,7 @@ impl VrnicInfo {
         self.kicks += o.kicks;
     }
 
-    /// Adds what another vRNIC has done, and what it has.
+    /// Adds the counters and the resources of another vRNIC.
     pub(crate) fn add(&mut self, o: &VrnicInfo) {
         self.add_done(o);
         self.sessions += o.sessions;
@@ -296,7 +297,7 @@ pub(crate) const PORT_MTU: u8 = 5;
 /// Longest name of a vRNIC or group.
 pub(crate) const MAX_NAME_BYTES: usize = 32;
 
-/// Checks a name of a vRNIC or group: it becomes a directory and an argument.
+/// Checks a name of a vRNIC or group, which becomes a directory and a command's argument.
 pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
     let ok = (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
@@ -310,7 +311,8 @@ pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
     }
 }
 
-/// By what a vRNIC is known beside its addresses. It keeps both for as long as it exists, whatever addresses it gets.
+/// The identity of a vRNIC besides its addresses. It keeps both values while it exists, regardless of changed
+/// addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hardware {
     #[serde(with = "mac_bytes")]
@@ -319,7 +321,7 @@ pub(crate) struct Hardware {
 }
 
 impl Hardware {
-    /// That of a vRNIC which no control centre has given one: see [`mac_of`].
+    /// The identity of a vRNIC to which no control centre has given one: see [`mac_of`].
     pub fn derived(group: &str, ips: &[IpNet]) -> Hardware {
         let first = ips.iter().find(|i| i.addr.is_ipv4()).or(ips.first());
         let mac = mac_of(group, first.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |i| i.addr));
@@ -327,7 +329,7 @@ impl Hardware {
     }
 }
 
-/// As a list of bytes.
+/// A MAC as a list of bytes.
 mod mac_bytes {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
     use unirdma_formats::Mac;
@@ -341,8 +343,9 @@ mod mac_bytes {
     }
 }
 
-/// The Ethernet address of the vRNIC of a group whose first address this is (the IPv4 address, if it has one): 46 bits of a hash of both,
-/// the same on all hosts, so that whoever has a peers file knows the Ethernet addresses in it.
+/// The Ethernet address of a vRNIC, from its group and its first address (the IPv4 address, if it has one): 46 bits of
+/// a hash of both. It is the same on all hosts, so a host with a peers file knows the Ethernet addresses of the vRNICs
+/// in it.
 pub(crate) fn mac_of(group: &str, address: IpAddr) -> Mac {
     let text = format!("uniRDMA vRNIC {group} {address}");
     let hash = ring::digest::digest(&ring::digest::SHA256, text.as_bytes());
@@ -363,7 +366,7 @@ pub(crate) fn gid_table(ips: &[IpNet], mac: Mac) -> Vec<Gid> {
     gids
 }
 
-/// Most entries of a GID table, the holes that removed addresses leave included.
+/// Most entries of a GID table, including the holes that removed addresses leave.
 pub(crate) const MAX_GIDS: usize = 256;
 
 /// The `n`-th automatic address.
@@ -377,12 +380,13 @@ pub(crate) fn same_address(a: &IpNet, b: &IpNet) -> bool {
     a.addr == b.addr
 }
 
-/// True for the IPv6 link-local range, which the MAC fills.
+/// True for the IPv6 link-local range, whose address follows from the MAC.
 pub(crate) fn is_link_local(a: Ipv6Addr) -> bool {
     a.segments()[0] & 0xffc0 == 0xfe80
 }
 
-/// Multicast groups that programs may count on: only the attachments of a QP, of a vRNIC and of a group are limited.
+/// Number of multicast groups in the device attributes. Only the attachments of a QP, of a vRNIC and of a group are
+/// limited.
 const MAX_MULTICAST_GROUPS: u32 = 8192;
 
 /// The configuration space of a vRNIC.
@@ -424,7 +428,7 @@ pub(crate) fn device_config(hardware: Hardware, l: &Limits) -> abi::Config {
         max_inline: abi::MAX_INLINE,
         max_qp_rd_atom: 128,
         num_comp_queues: abi::MAX_COMP_QUEUES,
-        // A private vendor of this project: locally administered, no OUI of a manufacturer.
+        // A private vendor ID of this project: locally administered, not a manufacturer's OUI.
         vendor_id: 0x02_7552,
         vendor_part_id: 42,
         hw_ver: 1,
@@ -491,7 +495,7 @@ mod tests {
     fn ethernet_addresses_follow_from_the_group_and_the_whole_address() {
         let ips = |list: &[&str]| list.iter().map(|s| s.parse().unwrap()).collect::<Vec<IpNet>>();
         let of = |group: &str, list: &[&str]| Hardware::derived(group, &ips(list)).mac;
-        // Part of what hosts agree on: it must never change.
+        // Hosts rely on the same values, so they must never change.
         assert_eq!(of("default", &["10.0.0.1"]).to_string(), "4a:9d:75:33:48:0a");
         assert_eq!(of("default", &["fd00::1", "10.0.0.1"]), of("default", &["10.0.0.1"]));
         assert_eq!(of("default", &["10.0.0.1"]), mac_of("default", "10.0.0.1".parse().unwrap()));

@@ -1,16 +1,17 @@
-//! Hosts tell each other which number each group has in the tunnel, so that two peers files that say different things are found
-//! out before a frame arrives in the wrong group.
+//! Hosts tell each other the number that each group has in the tunnel. So contradictory peers files are detected before
+//! a frame arrives in the wrong group.
 //!
-//! A host says to each peer all groups that it has there, and again until the peer has acknowledged it. What a peer says replaces
-//! what it said before. A frame with a number is for a group only if its sender has said that number of that group's name.
+//! A host announces to each peer all groups that the peer has, too, and repeats that until the peer has acknowledged
+//! it. An announcement replaces the former one. A frame with a number is accepted for a group only if its sender has
+//! announced that number for that group's name.
 //!
 //! ```text
 //! VXLAN header with the number 0, which no group has; Ethernet header with type 0x88b5 (experimental)
 //! version 1 | part | parts | epoch, 8 bytes | heard, 8 bytes | groups: number, 3 bytes | length of the name | name
 //! ```
 //!
-//! The *epoch* is another one whenever a host has something else to say. *heard* is the epoch of the receiver that its sender
-//! knows all parts of, or 0. Numbers are big-endian.
+//! The *epoch* changes whenever a host's announcement changes. *heard* is the receiver's epoch of which the sender
+//! knows all parts, or 0. Numbers are big-endian.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -21,18 +22,18 @@ use unirdma_formats::net::{ETH_BYTES, vxlan};
 
 use crate::tunnel::Members;
 
-/// The number of announcements.
+/// The number in announcements.
 pub(super) const ANNOUNCEMENT: u32 = 0;
 const VERSION: u8 = 1;
 /// Both Ethernet addresses of an announcement.
 const MAC: [u8; 6] = *b"\x06VNIs.";
 const ETHER_TYPE: [u8; 2] = [0x88, 0xb5];
 const HEAD_BYTES: usize = 3 + 8 + 8;
-/// Most bytes of the groups in one message, so that it fits into any network's packets.
+/// Most bytes of the groups in one message. Such a message fits into the packets of any network.
 const MAX_PART_BYTES: usize = 1100;
-/// Most parts of what a host says; a group after those is not said, and has no frames between hosts.
+/// Most parts of an announcement. Groups beyond that are not announced, so they have no frames between hosts.
 const MAX_PARTS: usize = 250;
-/// Longest message that is read, from its Ethernet header on.
+/// Longest message that is accepted, from its Ethernet header on.
 const MAX_BYTES: usize = ETH_BYTES + HEAD_BYTES + MAX_PART_BYTES;
 /// Most disagreements that are shown.
 const MAX_DISAGREEMENTS: usize = 100;
@@ -61,14 +62,14 @@ impl fmt::Display for Disagreement {
     }
 }
 
-/// What a peer has said.
+/// The announcement of a peer.
 #[derive(Default)]
 struct Said {
     epoch: u64,
     names: BTreeMap<u32, String>,
-    /// Parts of a newer epoch.
+    /// Received parts of a newer epoch.
     coming: Coming,
-    /// It knows what we say now.
+    /// It has acknowledged this host's present announcement.
     knows_us: bool,
 }
 
@@ -79,19 +80,19 @@ struct Coming {
     names: BTreeMap<u32, String>,
 }
 
-/// What this host says, and what its peers have said.
+/// This host's announcement, and its peers' announcements.
 #[derive(Default)]
 pub(super) struct Agreement {
     epoch: u64,
-    /// Groups with members elsewhere: number, and the hosts.
+    /// This host's groups that other hosts have, too: number, and the hosts.
     groups: BTreeMap<String, (u32, BTreeSet<IpAddr>)>,
-    /// The same of groups that rules join with those, and that this host need not have.
+    /// The same for groups that rules join with those. This host need not have them.
     joined: BTreeMap<String, (u32, BTreeSet<IpAddr>)>,
     said: HashMap<IpAddr, Said>,
 }
 
 impl Agreement {
-    /// From now on this host has these groups. `epoch` is a number that was never used before, not 0.
+    /// Sets this host's groups. `epoch` is a new number, not 0.
     pub fn set_groups<'a>(&mut self, groups: impl Iterator<Item = &'a Members>, epoch: u64) {
         let groups = groups.filter(|m| !m.hosts.is_empty()).map(|m| (m.name.clone(), (m.vni, m.hosts.clone())));
         self.groups = groups.collect();
@@ -103,36 +104,36 @@ impl Agreement {
         }
     }
 
-    /// From now on rules join these groups with those that this host has.
+    /// Sets the groups that rules join with this host's groups.
     pub fn set_joined<'a>(&mut self, groups: impl Iterator<Item = &'a Members>) {
         self.joined.clear();
-        // Each group that a group is joined with sees those addresses of it that a rule lets it reach.
+        // A group may be joined with several groups. Each of them sees only the addresses that a rule selects.
         for m in groups {
             let (_, hosts) = self.joined.entry(m.name.clone()).or_insert((m.vni, BTreeSet::new()));
             hosts.extend(m.hosts.iter().copied());
         }
     }
 
-    /// True if this host has a group together with that one.
+    /// True if this host and `host` have a group in common.
     pub fn has_peer(&self, host: IpAddr) -> bool {
         self.said.contains_key(&host)
     }
 
-    /// Peers that do not know what this host says.
+    /// Peers that have not acknowledged this host's announcement.
     pub fn uninformed(&self) -> Vec<IpAddr> {
         let mut hosts: Vec<IpAddr> = self.said.iter().filter(|(_, s)| !s.knows_us).map(|(&h, _)| h).collect();
         hosts.sort_unstable();
         hosts
     }
 
-    /// Peers that have said nothing yet.
+    /// Peers that have announced nothing yet.
     pub fn silent(&self) -> Vec<IpAddr> {
         let mut hosts: Vec<IpAddr> = self.said.iter().filter(|(_, s)| s.epoch == 0).map(|(&h, _)| h).collect();
         hosts.sort_unstable();
         hosts
     }
 
-    /// The packets that say to a host what this one has.
+    /// The packets of this host's announcement to `to`.
     pub fn messages(&self, to: IpAddr) -> Vec<Vec<u8>> {
         let mut parts = vec![Vec::new()];
         for (name, (vni, _)) in self.groups.iter().filter(|(_, (_, hosts))| hosts.contains(&to)) {
@@ -157,8 +158,9 @@ impl Agreement {
         parts.iter().enumerate().map(message).collect()
     }
 
-    /// Takes a frame with the number 0 from a host, from its Ethernet header on. True if the host is to be told what this one has,
-    /// since one of the two has said something new; `None` if it says nothing.
+    /// Handles a frame with the number 0 from a host, from its Ethernet header on. True if this host must announce its
+    /// groups to that host, because one of the two has announced something new. `None`: the frame is not an
+    /// announcement of a peer.
     pub fn on_message(&mut self, from: IpAddr, frame: &[u8]) -> Option<bool> {
         let said = self.said.get_mut(&from)?;
         let (part, parts, epoch, heard, names) = parse(frame)?;
@@ -180,19 +182,20 @@ impl Agreement {
         Some(whole)
     }
 
-    /// True if a host has said that this number is the group of this name.
+    /// True if a host has announced this number for the group of this name.
     pub fn agrees(&self, from: IpAddr, vni: u32, name: &str) -> bool {
         self.said.get(&from).and_then(|s| s.names.get(&vni)).is_some_and(|n| n == name)
     }
 
-    /// Where hosts have said something else than this one, whose address for a peer `here` tells; at most [`MAX_DISAGREEMENTS`].
+    /// Differences between this host's numbers and announced ones, at most [`MAX_DISAGREEMENTS`]. `here` gives the
+    /// address of this host that a peer sees.
     pub fn disagreements(&self, here: impl Fn(IpAddr) -> IpAddr) -> Vec<Disagreement> {
         let by_vni: BTreeMap<u32, &String> =
             self.joined.iter().chain(&self.groups).map(|(name, g)| (g.0, name)).collect();
         let mut found = BTreeSet::new();
         for (&there, said) in &self.said {
             for (&vni_there, group_there) in &said.names {
-                // The group of that name here, and the group of that number.
+                // This host's group of that name, and its group of that number.
                 let same_number = by_vni.get(&vni_there).copied();
                 for name in [Some(group_there), same_number].into_iter().flatten() {
                     let is_there = |(_, hosts): &&(u32, BTreeSet<IpAddr>)| hosts.contains(&there);
@@ -213,7 +216,7 @@ impl Agreement {
 
 type Parsed = (u8, u8, u64, u64, BTreeMap<u32, String>);
 
-/// Part, parts, epoch, heard and groups of a message; `None` if it is none.
+/// Part, parts, epoch, heard and groups of a message; `None` if it is invalid.
 fn parse(frame: &[u8]) -> Option<Parsed> {
     let (eth, body) = frame.split_first_chunk::<ETH_BYTES>()?;
     let (head, mut rest) = body.split_first_chunk::<HEAD_BYTES>()?;
@@ -268,10 +271,10 @@ mod tests {
             assert!(x.agrees(other, 2, "blue") && x.agrees(other, 1, "default") && !x.agrees(other, 2, "default"));
             assert!(x.disagreements(|_| host(9)).is_empty());
         }
-        // Somebody else says nothing to us.
+        // The announcement of a host that is no peer is ignored.
         let stranger = a.messages(host(2)).remove(0);
         assert_eq!((b.on_message(host(3), &stranger[BEFORE..]), b.agrees(host(3), 2, "blue")), (None, false));
-        // Another number replaces the old one, and both hear of the difference.
+        // Another number replaces the old one, and both hosts notice the difference.
         b.set_groups(members(&[("blue", 1, 1)]).iter(), 13);
         assert!(tell(&b, 2, &mut a, 1) && !a.agrees(host(2), 2, "blue"));
         tell(&a, 1, &mut b, 2);
@@ -285,7 +288,7 @@ mod tests {
             found[1].starts_with("VNI 1 is group default at 192.168.7.1, this host, and group blue at 192.168.7.2;")
         );
         assert_eq!((found.len(), b.disagreements(|_| host(2)).len()), (2, 2));
-        // A group that only the other one has, and that a rule joins with one here.
+        // A group that only the other host has, and that a rule joins with a group of this host.
         b.set_groups(members(&[("blue", 2, 1), ("red", 7, 1)]).iter(), 14);
         tell(&b, 2, &mut a, 1);
         assert!(a.disagreements(|_| host(1)).is_empty());
@@ -304,7 +307,7 @@ mod tests {
         let messages = a.messages(host(2));
         assert!(messages.len() > 20 && messages.iter().all(|m| m.len() < 1200));
         for m in messages.iter().skip(1) {
-            // Twice is as good as once.
+            // A repeated part changes nothing.
             assert_eq!(b.on_message(host(1), &m[BEFORE..]), Some(false));
             assert_eq!(b.on_message(host(1), &m[BEFORE..]), Some(false));
         }

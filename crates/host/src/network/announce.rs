@@ -1,5 +1,5 @@
-//! What this host and its peers tell each other of their groups' numbers, for all groups: packets with the number 0, which come to the
-//! supervisor and to no worker.
+//! Announcements of groups' numbers between this host and its peers, for all groups. They are packets with the number
+//! 0, which the supervisor receives and no worker does.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,37 +13,37 @@ use super::agree::{ANNOUNCEMENT, Agreement, Disagreement};
 use crate::timer::Timer;
 use crate::tunnel::{Members, TunnelDrops};
 
-/// What peers do not know is said again after this time, then after twice as long each time, up to the maximum.
+/// Time before the first repetition to uninformed peers. It doubles with each repetition, up to the maximum.
 const FIRST_REPEAT: Duration = Duration::from_millis(50);
 const LAST_REPEAT: Duration = Duration::from_secs(30);
-/// Most lines in the log about disagreements, for as long as the peers file is the same.
+/// Most disagreements that are logged while the groups and their peers do not change.
 const MAX_LOGGED: usize = 100;
 
-/// What has been said, and to whom it is to be said again.
+/// Announces this host's groups to its peers, and repeats that until they know.
 pub(super) struct Announcer {
-    /// The groups of this host, and those that rules join with them.
+    /// The groups of this host, and the groups that rules join with them.
     groups: Vec<Members>,
     joined: Vec<Members>,
     agreement: Agreement,
     timer: Timer,
     repeat: Duration,
     disagreements: Vec<Disagreement>,
-    /// The log has these.
+    /// Disagreements that were logged already.
     logged: BTreeSet<Disagreement>,
     drops: TunnelDrops,
 }
 
-/// How packets leave, and which address of this host a peer sees.
+/// Sends packets, and knows the address of this host that a peer sees.
 pub(super) trait Outlet {
     fn send(&self, packet: &[u8], to: IpAddr);
     fn own_address(&self, to: IpAddr) -> IpAddr;
 }
 
 impl Announcer {
-    /// Says nothing before [`Announcer::set_groups`].
+    /// Announces nothing before [`Announcer::set_groups`].
     ///
     /// # Errors
-    /// Those of timers.
+    /// Errors of timers.
     pub fn new() -> io::Result<Self> {
         let timer = Timer::new()?;
         Ok(Announcer {
@@ -58,12 +58,12 @@ impl Announcer {
         })
     }
 
-    /// What becomes readable when something is to be said again: [`Announcer::on_timer`].
+    /// A descriptor that becomes readable when [`Announcer::on_timer`] must be called.
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
     }
 
-    /// From now on this host has these groups, and rules join those with them; tells the peers.
+    /// Sets this host's groups, and the groups that rules join with them. Announces them to the peers.
     pub fn set_groups(&mut self, groups: Vec<Members>, joined: Vec<Members>, out: &impl Outlet) {
         if (&groups, &joined) == (&self.groups, &self.joined) {
             return;
@@ -78,14 +78,14 @@ impl Announcer {
         self.note_disagreements(out);
     }
 
-    /// Says again what peers do not know, if it is time.
+    /// Repeats the announcement if it is due.
     pub fn on_timer(&mut self, out: &impl Outlet) {
         if self.timer.has_fired() {
             self.announce(out);
         }
     }
 
-    /// Says to all peers that do not know what this host has, and once more later.
+    /// Announces this host's groups to all uninformed peers, and sets the timer for a repetition.
     fn announce(&mut self, out: &impl Outlet) {
         let uninformed = self.agreement.uninformed();
         for &host in &uninformed {
@@ -98,8 +98,8 @@ impl Announcer {
         }
     }
 
-    /// A packet came to the supervisor's socket: an announcement, or one with a number that no worker has. True if a peer has said
-    /// something new.
+    /// Handles a packet of the supervisor's socket: an announcement, or a packet with a number that no worker has. True
+    /// if a peer has announced something new.
     pub fn on_packet(&mut self, from: SocketAddr, packet: &[u8], out: &impl Outlet) -> bool {
         let from_peer = from.port() == VXLAN_PORT;
         let from = from.ip();
@@ -128,7 +128,7 @@ impl Announcer {
         false
     }
 
-    /// Finds out who disagrees now, and logs what the log does not have yet.
+    /// Determines the present disagreements, and logs new ones.
     fn note_disagreements(&mut self, out: &impl Outlet) {
         self.disagreements = self.agreement.disagreements(|peer| out.own_address(peer));
         for d in &self.disagreements {
@@ -138,22 +138,22 @@ impl Announcer {
         }
     }
 
-    /// True if a host has said that a group has this number there.
+    /// True if a host has announced that a group has this number there.
     pub fn agrees(&self, host: IpAddr, vni: u32, group: &str) -> bool {
         self.agreement.agrees(host, vni, group)
     }
 
-    /// What the supervisor's socket has dropped.
+    /// Packets that the supervisor's socket has dropped.
     pub fn drops(&self) -> TunnelDrops {
         self.drops
     }
 
-    /// Where peers have other numbers than this host.
+    /// Differences between this host's numbers and those that peers have announced.
     pub fn disagreements(&self) -> &[Disagreement] {
         &self.disagreements
     }
 
-    /// Peers that have said nothing yet.
+    /// Peers that have announced nothing yet.
     pub fn silent(&self) -> Vec<IpAddr> {
         self.agreement.silent()
     }

@@ -1,4 +1,4 @@
-//! What this host knows of others, and what of that the workers have not been told yet.
+//! The knowledge about other hosts, and the part of it that workers have not been told yet.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -11,11 +11,11 @@ use super::{Changes, JoinedChanges, Plan};
 use crate::source::{Change, Place};
 use crate::tunnel::{Joined, Members};
 
-/// Groups, where their virtual addresses are, and which hosts they have.
+/// Groups, with the locations of their virtual addresses and their hosts.
 #[derive(Default)]
 pub(super) struct Directory {
     pub(super) groups: BTreeMap<String, Known>,
-    /// How many virtual addresses there are at each virtual layer.
+    /// Number of virtual addresses at each virtual layer.
     hosts: BTreeMap<IpAddr, usize>,
     addresses: usize,
     /// This host's addresses.
@@ -23,49 +23,49 @@ pub(super) struct Directory {
     pub(super) rules: Rules,
 }
 
-/// What is known of a group.
+/// The knowledge about a group.
 #[derive(Default)]
 pub(super) struct Known {
     vni: Option<u32>,
-    /// On other hosts.
+    /// Its addresses on other hosts.
     pub(super) addresses: BTreeMap<IpAddr, Place>,
-    /// On this host.
+    /// Its addresses on this host.
     pub(super) here: BTreeMap<IpAddr, Place>,
     macs: HashMap<[u8; 6], IpAddr>,
-    /// The virtual layers that have the group, and how many of its addresses are there.
+    /// The virtual layers that have the group, with the number of its addresses there.
     hosts: BTreeMap<IpAddr, usize>,
-    /// Those of them that have said that the group has the same number there.
+    /// Those that have announced the same number for the group.
     agreed: BTreeSet<IpAddr>,
-    /// What rules let it know of other groups; `None`: that is in doubt, or nobody has asked.
+    /// The group's view of joined groups; `None`: it must be computed.
     pub(super) view: Option<Arc<View>>,
     told: Told,
 }
 
-/// What the worker of a group has been told.
+/// The knowledge that the worker of a group has.
 #[derive(Default)]
 enum Told {
-    /// Nothing, or nothing that is still true: a plan is due.
+    /// Nothing, or nothing that is still true. It must be sent a plan.
     #[default]
     Nothing,
-    /// Everything but this, and of other groups what was so then.
+    /// Everything except these changes. Of joined groups it knows this state.
     AllBut(News, Across),
 }
 
-/// What a worker was told of groups that rules join with its own.
+/// A worker's knowledge about joined groups.
 #[derive(Clone, Default)]
 struct Across {
     view: Arc<View>,
-    /// Their hosts that have said their numbers, each with the number.
+    /// Numbers and hosts of joined groups, if the host has announced the number.
     agreed: BTreeSet<(u32, IpAddr)>,
 }
 
-/// Names of what has changed. What each is now is looked up when the worker is told.
+/// Keys of changes. Their present values are looked up when the worker is told.
 #[derive(Default)]
 struct News {
     addresses: BTreeSet<IpAddr>,
     macs: BTreeSet<[u8; 6]>,
     hosts: BTreeSet<IpAddr>,
-    /// Something may have changed of what rules say, or of the groups that they join with this one.
+    /// The rules or the joined groups may have changed.
     across: bool,
 }
 
@@ -75,23 +75,23 @@ impl News {
     }
 }
 
-/// What a worker is to be told.
+/// A message to a worker about other hosts.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Tidings {
     Plan(Plan),
     Changes(Changes),
 }
 
-/// Who else is concerned by changes.
+/// Consequences of changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Effect {
-    /// Something is other than it was.
+    /// Something has changed.
     pub any: bool,
-    /// A group has another number.
+    /// The number of a group has changed.
     pub numbers: bool,
-    /// A group is at other hosts.
+    /// The hosts of a group have changed.
     pub hosts: bool,
-    /// There are other virtual layers.
+    /// The set of virtual layers has changed.
     pub layers: bool,
 }
 
@@ -103,7 +103,7 @@ impl Known {
         }
     }
 
-    /// What rules let it know of other groups may be other now. Gives what it was.
+    /// Drops the view of joined groups, which may have changed. Returns it.
     pub(super) fn doubt(&mut self) -> Option<Arc<View>> {
         self.note(|n| n.across = true);
         self.view.take()
@@ -117,7 +117,7 @@ impl Known {
         Route { host: place.host, foreign: place.foreign, vni: self.vni() }
     }
 
-    /// One address more or less is at a place; true if the group is at other hosts now.
+    /// Counts an address at a place, or uncounts it; true if the group's hosts have changed.
     fn count(&mut self, place: &Place, more: bool) -> bool {
         if place.foreign {
             return false;
@@ -131,7 +131,8 @@ impl Known {
 }
 
 impl Across {
-    /// Says what is other afterwards: addresses, of which it will be looked up where they are, and everything else.
+    /// Adds the differences between `self` and `after`: the keys of changed addresses, which are looked up later, and
+    /// all other changes.
     fn compare(&self, after: &Across, addresses: &mut BTreeSet<IpAddr>, changes: &mut Changes) {
         let (was, is) = (&self.view, &after.view);
         for (a, b) in [(was, is), (is, was)] {
@@ -165,7 +166,7 @@ impl Across {
     }
 }
 
-/// Makes an entry what it is to be; what it was.
+/// Sets or removes an entry. Returns the former one.
 fn set(map: &mut BTreeMap<IpAddr, Place>, key: IpAddr, to: Option<Place>) -> Option<Place> {
     match to {
         Some(place) => map.insert(key, place),
@@ -173,7 +174,7 @@ fn set(map: &mut BTreeMap<IpAddr, Place>, key: IpAddr, to: Option<Place>) -> Opt
     }
 }
 
-/// Counts one more or less of a key; true if it is new, or the last one.
+/// Increments or decrements a count; true if the key is new or removed.
 fn count(counts: &mut BTreeMap<IpAddr, usize>, key: IpAddr, more: bool) -> bool {
     let n = counts.entry(key).or_default();
     if more {
@@ -189,15 +190,15 @@ fn count(counts: &mut BTreeMap<IpAddr, usize>, key: IpAddr, more: bool) -> bool 
 }
 
 impl Directory {
-    /// That of a host with these addresses.
+    /// The directory of a host with these addresses.
     pub fn new(own: &[IpAddr]) -> Directory {
         Directory { own: own.to_vec(), ..Directory::default() }
     }
 
-    /// Puts changes in force.
+    /// Applies changes.
     pub fn apply(&mut self, changes: Vec<Change>) -> Effect {
         let mut effect = Effect::default();
-        // Groups of which those that rules join with them may have to know something else.
+        // Groups whose changes may concern the groups that rules join with them.
         let mut moved: BTreeSet<String> = BTreeSet::new();
         let joined_any = self.rules.join_any();
         for change in changes {
@@ -205,7 +206,7 @@ impl Directory {
                 Change::Vni { group, vni } => {
                     let known = self.groups.entry(group.clone()).or_default();
                     if known.vni != vni {
-                        // It is in each route.
+                        // The number is part of each route.
                         (known.vni, known.told) = (vni, Told::Nothing);
                         (effect.any, effect.numbers) = (true, true);
                         moved.insert(group);
@@ -226,7 +227,7 @@ impl Directory {
                         continue;
                     }
                     known.note(|n| _ = n.addresses.insert(address));
-                    // The new place first, so that a host which stays is not new.
+                    // The new place is counted first, so that an unchanged host does not count as new.
                     for (p, more) in place.iter().map(|p| (p, true)).chain(before.iter().map(|p| (p, false))) {
                         effect.hosts |= known.count(p, more);
                         effect.layers |= !p.foreign && count(&mut self.hosts, p.host, more);
@@ -265,7 +266,7 @@ impl Directory {
         effect
     }
 
-    /// How many virtual addresses of other hosts are known.
+    /// Number of known virtual addresses on other hosts.
     pub fn addresses(&self) -> usize {
         self.addresses
     }
@@ -275,20 +276,20 @@ impl Directory {
         self.groups.get(group)?.vni
     }
 
-    /// The hosts that are virtual layers; this one too, if rules may join groups that it has.
+    /// The hosts that are virtual layers. This host is included if rules may join its groups.
     pub fn layers(&self) -> BTreeSet<IpAddr> {
         let own = self.own.iter().filter(|_| self.rules.join_any());
         self.hosts.keys().chain(own).copied().collect()
     }
 
-    /// A group's number and hosts, without what is there.
+    /// A group's number and hosts, without addresses.
     pub fn outline(&self, group: &str) -> Members {
         let known = self.groups.get(group);
         let hosts = known.map(|k| k.hosts.keys().copied().collect()).unwrap_or_default();
         Members { hosts, ..Members::new(group, known.map_or(0, Known::vni)) }
     }
 
-    /// Hosts may have said something else of their groups' numbers: all of a group, or one.
+    /// Hosts may have announced other numbers: one host, or all hosts of the group (`None`).
     pub fn note_agreement(&mut self, group: &str, host: Option<IpAddr>, agrees: impl Fn(IpAddr, u32) -> bool) {
         let Some(known) = self.groups.get_mut(group) else { return };
         let gone: Vec<IpAddr> = known.agreed.iter().filter(|h| !known.hosts.contains_key(h)).copied().collect();
@@ -305,7 +306,7 @@ impl Directory {
         }
     }
 
-    /// A host has said something else of its groups' numbers: whoever is joined with one of them may be concerned.
+    /// A host has announced other numbers. Groups that are joined with one of its groups must be compared again.
     pub fn doubt_host(&mut self, host: IpAddr) {
         for known in self.groups.values_mut() {
             if known.view.as_ref().is_some_and(|v| v.joined.values().any(|j| j.hosts.contains(&host))) {
@@ -314,16 +315,16 @@ impl Directory {
         }
     }
 
-    /// What a group knows of others now. `agrees`: whether a host has said that a number is that of a group.
+    /// The present state of groups joined with a group. `agrees`: whether a host has announced a number for a group.
     fn across(&mut self, group: &str, agrees: &impl Fn(IpAddr, u32, &str) -> bool) -> Across {
         let view = self.view(group);
-        // A host agrees with itself.
+        // This host agrees with itself.
         let agreed = view.hosts().filter(|&(vni, name, h)| self.own.contains(&h) || agrees(h, vni, name));
         let agreed = agreed.map(|(vni, _, h)| (vni, h)).collect();
         Across { view, agreed }
     }
 
-    /// Everything of a group, for a worker that begins. What changes afterwards is in [`Directory::tidings`].
+    /// Everything that a new worker of a group must know. Later changes are in [`Directory::tidings`].
     pub fn plan(&mut self, group: &str, agrees: &impl Fn(IpAddr, u32, &str) -> bool) -> Plan {
         self.groups.entry(group.into()).or_default();
         let across = self.across(group, agrees);
@@ -346,7 +347,7 @@ impl Directory {
         Plan { routes, members, agreed: known.agreed.clone(), joined, rules }
     }
 
-    /// What the worker of a group is to be told now, if it is anything.
+    /// The next message to a group's worker; `None`: it knows everything.
     pub fn tidings(&mut self, group: &str, agrees: &impl Fn(IpAddr, u32, &str) -> bool) -> Option<Tidings> {
         let Some(Known { told: Told::AllBut(news, _), .. }) = self.groups.get_mut(group) else {
             return Some(Tidings::Plan(self.plan(group, agrees)));
@@ -368,7 +369,7 @@ impl Directory {
         (!changes.is_empty()).then_some(Tidings::Changes(changes))
     }
 
-    /// True if the worker of a group may be to be told something.
+    /// True if there may be a message to a group's worker.
     pub fn has_tidings(&self, group: &str) -> bool {
         match self.groups.get(group).map(|k| &k.told) {
             Some(Told::AllBut(news, _)) => !news.is_empty(),
@@ -376,7 +377,7 @@ impl Directory {
         }
     }
 
-    /// A group has no worker any more.
+    /// A group's worker has ended.
     pub fn forget_worker(&mut self, group: &str) {
         if let Some(k) = self.groups.get_mut(group) {
             k.told = Told::Nothing;
@@ -420,7 +421,7 @@ mod tests {
         let Some(Tidings::Changes(c)) = d.tidings("blue", &all) else { panic!("a plan") };
         assert_eq!(c.addresses, [([10, 0, 0, 1].into(), Some(Route { host: host(9), foreign: false, vni: 5 }))]);
         assert_eq!((c.macs, c.hosts.len()), (vec![(mac.0, Some(host(9)))], 0));
-        // The same again changes nothing.
+        // The same change again has no effect.
         assert_eq!(d.apply(vec![at(1, Some(host(9)))]), Effect::default());
         assert!(!d.has_tidings("blue") && d.addresses() == 100_000);
     }
@@ -440,7 +441,7 @@ mod tests {
         let Some(Tidings::Changes(c)) = d.tidings("blue", &all) else { panic!("a plan") };
         assert_eq!((c.addresses[1].1, c.hosts), (None, vec![(host(2), None)]));
         assert_eq!((d.layers(), d.addresses()), ([host(1)].into(), 1));
-        // Another number: everything again, and so for another worker.
+        // With another number, or for another worker, a whole plan is sent.
         assert!(d.apply(vec![Change::Vni { group: "blue".into(), vni: Some(6) }]).numbers);
         assert!(matches!(d.tidings("blue", &all), Some(Tidings::Plan(p)) if p.routes[0].1.vni == 6));
         d.forget_worker("blue");
@@ -491,7 +492,7 @@ mod tests {
             assert_eq!((changes.joined.len(), changes.rules.unwrap().len(), changes.hosts.len()), (1, 2, 0));
         }
         assert!(told(&mut d).is_empty());
-        // One address is one change for its group and the two that are joined with it.
+        // A moved address is one change for its group and for each of the two joined groups.
         let moved =
             Change::Address { group: name(20), address: IpAddr::V4((0x0a00_0000 + 20_000).into()), place: place(7) };
         d.apply(vec![moved]);
@@ -500,7 +501,7 @@ mod tests {
             all_told.iter().map(|(n, c)| (*n, c.addresses.len())).collect::<Vec<_>>(),
             [(19, 1), (20, 1), (21, 1)]
         );
-        // Said once more it is the same rule; a denial tells no addresses.
+        // A rule that is added again is the same rule. A rule that denies reveals no addresses.
         assert_eq!(d.apply(vec![Change::Rule { rule: rule(50), there: true }]), Effect::default());
         let deny = "deny from group:g3 to group:g9".parse().unwrap();
         assert!(!d.apply(vec![Change::Rule { rule: deny, there: true }]).hosts);

@@ -1,4 +1,4 @@
-//! What a worker is told of the network, and how it makes its port and its tunnel of the descriptors that it gets.
+//! A worker's configuration of the network, and its port and tunnel, made from the received descriptors.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -18,20 +18,20 @@ use crate::port::{PacketPort, Port, UdpPort};
 use crate::seal::{Board, Seals};
 use crate::tunnel::{Joined, Members, Tunnel};
 
-/// What a descriptor is.
+/// The purpose of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Role {
     /// A UDP socket of port 4791 of an address.
     Roce(IpAddr),
     /// A UDP socket of port 4789 of an address.
     Tunnel(IpAddr),
-    /// A UDP socket that sends from a port of an address, and receives nothing.
+    /// A UDP socket that only sends, from a port of an address.
     Flow(IpAddr, u16),
     /// A packet socket for RoCEv2 to an address.
     Packets(Ipv4Addr),
 }
 
-/// What the worker of a group is told of the network.
+/// The network's configuration for the worker of a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Enrolment {
     pub group: String,
@@ -39,48 +39,48 @@ pub(crate) struct Enrolment {
     pub id: u32,
     /// This host's addresses.
     pub addresses: Vec<IpAddr>,
-    /// What each of the descriptors is that come along.
+    /// The purposes of the descriptors sent along.
     pub roles: Vec<Role>,
-    /// The QPNs of the group: first number and how many.
+    /// The QPNs of the group: first number and length of each range.
     pub qpns: Vec<Range>,
-    /// UDP source port of its first flow, if it has flows. Groups have ports of their own: what a host receives joined is of one flow, and
-    /// so of one group.
+    /// UDP source port of its first flow, if it has flows. Groups have separate ports: packets that the receiving host
+    /// coalesces are of one flow, and so of one group.
     pub first_port: Option<u16>,
     /// Make and check the ICRC.
     pub icrc: bool,
-    /// Heed losses and ECN marks.
+    /// React to losses and ECN marks.
     pub congestion_control: bool,
     /// Largest path MTU as a code, and in bytes.
     pub mtu_code: u8,
     pub mtu: u32,
     /// MTU of the containers' interfaces.
     pub net_mtu: u32,
-    /// Percent of incoming packets to lose, to double and to reorder; for tests.
+    /// Percentage of incoming packets to lose, to duplicate and to reorder; for tests.
     pub faults: Option<u64>,
 }
 
-/// Where a group's peers are, as its worker is told at its beginning.
+/// The locations of a group's peers, for a new worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Plan {
-    /// Where virtual addresses of other hosts are reached, and those of groups that rules join with it.
+    /// Routes to virtual addresses on other hosts, including addresses of joined groups.
     pub routes: Vec<(IpAddr, Route)>,
     /// The hosts of the group, for the tunnel.
     pub members: Members,
-    /// Those of them that have said that the group has the same number there.
+    /// Its hosts that have announced the same number for the group.
     pub agreed: BTreeSet<IpAddr>,
     /// The groups that rules join with it.
     pub joined: Vec<Joined>,
-    /// The rules that concern it. They call groups by their numbers.
+    /// The rules that concern it. They name groups by their numbers.
     pub rules: Vec<Rule<u32>>,
 }
 
 impl Plan {
-    /// The rules as the RNIC wants them.
+    /// The rules in the RNIC's form.
     pub fn gid_rules(&self) -> Vec<Rule<u32, Gid>> {
         gid_rules(&self.rules)
     }
 
-    /// The RNIC's routes of a group with this number.
+    /// The RNIC's routes of the group with this number.
     pub fn routes(&self, group: u32) -> HashMap<(u32, Gid), Route> {
         self.routes.iter().map(|&(address, route)| ((group, Gid::from_ip(address)), route)).collect()
     }
@@ -90,24 +90,25 @@ fn gid_rules(rules: &[Rule<u32>]) -> Vec<Rule<u32, Gid>> {
     rules.iter().filter_map(|r| r.translate(|&vni| Some(vni), |&a| Gid::from_ip(a))).collect()
 }
 
-/// What has changed of a [`Plan`]. A number is not among that: with another one there is another plan.
+/// Changes of a [`Plan`]. The number does not change: a new number needs a new plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Changes {
     pub group: String,
     pub vni: u32,
-    /// Where virtual addresses are reached now, those of joined groups too; `None`: nowhere.
+    /// Present routes to changed virtual addresses, including the addresses of joined groups; `None`: unreachable.
     pub addresses: Vec<(IpAddr, Option<Route>)>,
-    /// At which host an Ethernet address is now.
+    /// The present host of each changed Ethernet address.
     pub macs: Vec<([u8; 6], Option<IpAddr>)>,
-    /// Which hosts the group has now, and whether they have said that it has the same number there.
+    /// Changed hosts of the group. `Some` tells whether the host has announced the same number, `None` that the host no
+    /// longer has the group.
     pub hosts: Vec<(IpAddr, Option<bool>)>,
-    /// Groups that rules join with it now, or otherwise than before, by their numbers; `None`: they join it no more.
+    /// New and changed joined groups, by their numbers; `None`: no longer joined.
     pub joined: Vec<(u32, Option<JoinedChanges>)>,
-    /// All rules that concern it, if they are others.
+    /// All rules that concern the group, if they have changed.
     pub rules: Option<Vec<Rule<u32>>>,
 }
 
-/// What has changed of a group that rules join with another one.
+/// Changes of a joined group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JoinedChanges {
     pub name: String,
@@ -121,21 +122,21 @@ impl Changes {
         *self == Changes { group: self.group.clone(), vni: self.vni, ..Changes::default() }
     }
 
-    /// The rules as the RNIC wants them, if they are others.
+    /// The rules in the RNIC's form, if they have changed.
     pub fn gid_rules(&self) -> Option<Vec<Rule<u32, Gid>>> {
         self.rules.as_deref().map(gid_rules)
     }
 
-    /// Those of the RNIC's routes.
+    /// The changed routes in the RNIC's form.
     pub fn routes(&self) -> impl Iterator<Item = (Gid, Option<Route>)> {
         self.addresses.iter().map(|&(address, route)| (Gid::from_ip(address), route))
     }
 }
 
-/// Makes a worker's port and tunnel of the descriptors that came with an enrolment.
+/// Makes a worker's port and tunnel from the descriptors received with its configuration.
 ///
 /// # Errors
-/// The descriptors are not those that the enrolment names.
+/// The descriptors do not match the configuration.
 pub(crate) fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(Box<dyn Port>, Tunnel)> {
     let wrong = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
     if sockets.len() != e.roles.len() {

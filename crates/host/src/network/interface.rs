@@ -54,7 +54,7 @@ fn interface_of(a: IpAddr) -> Option<String> {
                 }
                 _ => None,
             });
-            // Every 127.x.y.z is the loopback interface's.
+            // Every address 127.x.y.z belongs to the loopback interface.
             let loopback = |b: IpAddr| a.is_loopback() && b.is_loopback() && a.is_ipv4() == b.is_ipv4();
             if ip.is_some_and(|b| b == a || loopback(b)) {
                 found = Some(std::ffi::CStr::from_ptr(i.ifa_name).to_string_lossy().into_owned());

@@ -1,4 +1,4 @@
-//! Rules between groups, and what they let a group know of others.
+//! Rules between groups, and the views of other groups that they give to a group.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -10,17 +10,17 @@ use unirdma_rnic::Route;
 use super::directory::Directory;
 use crate::tunnel::Members;
 
-/// The rules that were said, by the groups that they concern.
+/// The present rules, by the groups that they concern.
 #[derive(Default)]
 pub(super) struct Rules {
-    /// How often each was said. A rule between two groups is with both of them.
+    /// How often each rule was added. A rule between two groups is listed for both.
     of: BTreeMap<String, BTreeMap<Rule, usize>>,
-    /// How many of them join two groups.
+    /// Number of rules that join two groups.
     joining: usize,
 }
 
 impl Rules {
-    /// A rule is said once more, or once less; true if it holds from now on, or does not hold any more.
+    /// Adds or removes a rule once; true if it has come into force or has ceased to be in force.
     pub fn set(&mut self, rule: &Rule, there: bool) -> bool {
         let mut changed = false;
         let ends: BTreeSet<&String> = [rule.from.group(), rule.to.group()].into();
@@ -44,50 +44,50 @@ impl Rules {
         changed
     }
 
-    /// True if a rule lets vRNICs of two groups talk.
+    /// True if any rule joins two groups.
     pub fn join_any(&self) -> bool {
         self.joining > 0
     }
 
-    /// Those that concern a group.
+    /// The rules that concern a group.
     pub fn of(&self, group: &str) -> impl Iterator<Item = &Rule> {
         self.of.get(group).into_iter().flat_map(BTreeMap::keys)
     }
 
-    /// All of them, in an order that says nothing.
+    /// All rules, in arbitrary order.
     pub fn all(&self) -> BTreeSet<&Rule> {
         self.of.values().flat_map(BTreeMap::keys).collect()
     }
 }
 
-/// What rules let a group know of others.
+/// A group's view of other groups.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct View {
     /// The groups that rules join with it.
     pub joined: BTreeMap<String, JoinedGroup>,
-    /// The rules that concern it, which call groups by their numbers.
+    /// The rules that concern it. They name groups by their numbers.
     pub rules: Vec<Rule<u32>>,
 }
 
-/// A group that rules join with another one, as that one sees it.
+/// A joined group, as the viewing group sees it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct JoinedGroup {
     pub vni: u32,
-    /// Where the addresses are that the other one reaches.
+    /// Routes to the addresses that the viewing group reaches.
     pub peers: BTreeMap<IpAddr, Route>,
-    /// The virtual layers where they are.
+    /// The virtual layers that have these addresses.
     pub hosts: BTreeSet<IpAddr>,
-    /// Addresses that mean somebody else there.
+    /// Addresses that the viewing group cannot reach here, because they mean something else to it.
     pub hidden: Vec<IpAddr>,
 }
 
 impl JoinedGroup {
-    /// Its number and hosts, without what is there.
+    /// Its number and hosts, without addresses.
     pub fn outline(&self, name: &str) -> Members {
         Members { hosts: self.hosts.clone(), ..Members::new(name, self.vni) }
     }
 
-    /// Where its members are, for the tunnel.
+    /// The locations of its addresses, for the tunnel.
     pub fn members(&self, name: &str) -> Members {
         let places = self.peers.iter().filter(|(_, r)| !r.foreign).map(|(&a, r)| (a, r.host)).collect();
         Members { places, ..self.outline(name) }
@@ -95,7 +95,7 @@ impl JoinedGroup {
 }
 
 impl View {
-    /// Where an address of another group is reached.
+    /// The route to an address of a joined group.
     pub fn route(&self, address: IpAddr) -> Option<Route> {
         self.joined.values().find_map(|j| j.peers.get(&address).copied())
     }
@@ -105,7 +105,7 @@ impl View {
         self.joined.iter().flat_map(|(name, j)| j.hosts.iter().map(move |&h| (j.vni, name.as_str(), h)))
     }
 
-    /// True if another one has the same groups at the same hosts, and hides the same addresses.
+    /// True if another view has the same groups at the same hosts, and hides the same addresses.
     fn is_alike(&self, other: &View) -> bool {
         let of = |j: &JoinedGroup| (j.vni, j.hosts.clone(), j.hidden.clone());
         self.joined.len() == other.joined.len()
@@ -114,7 +114,7 @@ impl View {
 }
 
 impl Directory {
-    /// What rules let a group know of others: made anew if that is in doubt.
+    /// A group's view of other groups. It is computed if there is none.
     pub fn view(&mut self, group: &str) -> Arc<View> {
         if let Some(view) = self.groups.get(group).and_then(|k| k.view.clone()) {
             return view;
@@ -126,16 +126,16 @@ impl Directory {
         view
     }
 
-    /// The rules that concern a group, which call groups by their numbers.
+    /// The rules that concern a group. They name groups by their numbers.
     fn rules_of(&self, group: &str) -> Vec<Rule<u32>> {
         self.rules.of(group).filter_map(|r| r.translate(|name| self.vni(name), |a| *a)).collect()
     }
 
-    /// The groups that rules join with a group, by their names. An address of the group's own means that, whoever else has it; of two
-    /// groups that are joined with it, that one counts whose name comes first.
+    /// The groups that rules join with a group, by name. The group's own addresses hide equal addresses of joined
+    /// groups. If two joined groups have the same address, the first group by name has precedence.
     fn joined_with(&self, group: &str) -> BTreeMap<String, JoinedGroup> {
         let group = group.to_string();
-        // Of another group only those count that a rule selects; `None`: all of them.
+        // Addresses of each joined group that a rule selects; `None`: all of them.
         let mut selected: BTreeMap<&String, Option<BTreeSet<IpAddr>>> = BTreeMap::new();
         for r in self.rules.of(&group) {
             let Some(name) = r.joins(&group) else { continue };
@@ -171,8 +171,8 @@ impl Directory {
         joined
     }
 
-    /// Something that rules say of these groups is other, or where their addresses are, or their numbers: what they know of each other is in
-    /// doubt. True if one of them may have to know of other hosts now.
+    /// Drops the views of these groups and of all groups joined with them, after a change of rules, addresses or
+    /// numbers. True if the hosts in one of these views have changed.
     pub fn doubt(&mut self, changed: &BTreeSet<String>) -> bool {
         let rules = changed.iter().flat_map(|group| self.rules.of(group));
         let concerned = rules.flat_map(|r| [r.from.group(), r.to.group()]).chain(changed);
@@ -227,7 +227,7 @@ mod tests {
         let blue = d.vni("blue").unwrap();
         let red = d.vni("red").unwrap();
         let routes: Vec<_> = d.plan("red", &all).routes.iter().map(|(a, r)| (*a, r.host, r.vni)).collect();
-        // Blue's 10.0.0.2 is red's own here, and blue's 10.0.0.4 comes before green's. Nothing is said of green's 10.0.0.5.
+        // Blue's 10.0.0.2 is hidden by red's own, and green's 10.0.0.4 by blue's. No rule selects green's 10.0.0.5.
         assert_eq!(routes, [(ip("10.0.0.2"), other, red), (ip("10.0.0.3"), other, blue), (ip("10.0.0.4"), own, blue)]);
         let view = d.view("red");
         assert_eq!(view.joined.keys().collect::<Vec<_>>(), ["blue", "green"]);
@@ -251,7 +251,7 @@ mod tests {
         let text = TEXT.replace("10.0.0.4 blue 192.168.7.1", "10.0.0.4 blue 192.168.7.2");
         let after = Peers::parse(&text, &[own]).unwrap();
         d.apply(after.changes(&before));
-        // Nobody of blue is at this host any more but for 10.0.0.2, which red does not reach.
+        // Blue has no addresses at this host any more, except 10.0.0.2, which red does not reach.
         let told = changes(&mut d, "red");
         let route = |host: &str, vni| Some(Route { host: ip(host), foreign: false, vni });
         let (red, blue) = (d.vni("red").unwrap(), d.vni("blue").unwrap());
@@ -262,14 +262,14 @@ mod tests {
         let told = changes(&mut d, "blue");
         assert!(told.addresses == [(ip("10.0.0.4"), route("192.168.7.2", blue))] && told.joined.is_empty());
         assert!(!d.has_tidings("far") || d.tidings("far", &all).is_none());
-        // An address of its own hides that of the other group, until it goes.
+        // An address of the group itself hides the other group's address, until it is removed.
         let hiding = format!("{text}10.0.0.3 red 192.168.7.2\n");
         let hiding = Peers::parse(&hiding, &[own]).unwrap();
         d.apply(hiding.changes(&after));
         assert_eq!(changes(&mut d, "red").addresses, [(ip("10.0.0.3"), route("192.168.7.2", red))]);
         d.apply(after.changes(&hiding));
         assert_eq!(changes(&mut d, "red").addresses, [(ip("10.0.0.3"), route("192.168.7.2", blue))]);
-        // Without the rules they know of each other no more.
+        // Without the rules, the groups no longer know each other.
         let alone: String = text.lines().filter(|l| !l.starts_with("rule allow")).map(|l| format!("{l}\n")).collect();
         d.apply(Peers::parse(&alone, &[own]).unwrap().changes(&after));
         let told = changes(&mut d, "red");
@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(d.layers(), [ip("192.168.7.2")].into());
     }
 
-    /// A worker of a group: what it has been told, in all.
+    /// Applies changes to a worker's plan.
     fn worker(plan: &mut Plan, changes: &Changes) {
         for (address, route) in &changes.addresses {
             plan.routes.retain(|(a, _)| a != address);
@@ -311,7 +311,8 @@ mod tests {
         }
     }
 
-    /// Whatever changes, a worker that hears of changes knows what one knows that begins now; and it is told nothing that it knows.
+    /// A worker that received all changes knows the same as a worker that begins now, and it is told nothing that it
+    /// knows already.
     #[test]
     fn changes_come_to_the_same_as_plans() {
         let own = ip("192.168.7.1");

@@ -1,11 +1,14 @@
-//! A port of an address that the workers of all groups share, and by which socket the kernel gives each packet to its worker.
+//! A UDP port of an address, which the workers of all groups share. The kernel gives each packet to one of their
+//! sockets.
 //!
-//! Sockets with SO_REUSEPORT stand in an array of the kernel, and a BPF program says the index of the one that gets a packet
-//! ([`crate::steer`]). A new socket is the last; when one leaves, the last one takes its place (net/core/sock_reuseport.c). A lane
-//! does the same in an array of its own. A socket stays while anybody has it open. So a worker that dies changes no index, since the
-//! supervisor has duplicates of its sockets, and a supervisor that dies changes none, since its own socket is always the last.
+//! The kernel has sockets with SO_REUSEPORT in an array, and a BPF program returns the index of the socket that gets a
+//! packet ([`crate::steer`]). A new socket is appended. When a socket is removed, the last one takes its place
+//! (net/core/sock_reuseport.c). A lane has an array of its own with the same order. A socket is removed only when no
+//! process has it open. So a worker that dies changes no index, since the supervisor has duplicates of its sockets. A
+//! supervisor that dies changes none, since its own socket is always the last.
 //!
-//! The program is attached through that own socket: those of workers are locked, so that no worker can attach another one.
+//! The program is attached through the supervisor's own socket. Workers' sockets are locked, so that no worker can
+//! attach another program.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,7 +17,7 @@ use std::net::{IpAddr, UdpSocket};
 use crate::port::open::{self, Kind, Options};
 use crate::steer::{self, Instruction};
 
-/// Who has a socket.
+/// The owner of a socket.
 enum Occupant {
     /// The supervisor.
     Own(UdpSocket),
@@ -22,7 +25,7 @@ enum Occupant {
     Group(Member),
 }
 
-/// A group's socket, and its inode, by which it is known whoever has it open.
+/// A group's socket, and its inode, which identifies the socket in every process that has it open.
 pub(super) struct Member {
     pub group: String,
     pub udp: UdpSocket,
@@ -38,7 +41,7 @@ impl Member {
     }
 }
 
-/// Where the socket of each group stands.
+/// The index of each group's socket.
 pub(super) type Indices<'a> = HashMap<&'a str, u32>;
 
 /// The sockets of a port of an address.
@@ -50,16 +53,16 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// Claims the port.
+    /// Binds the port.
     ///
     /// # Errors
-    /// One line: somebody else has it, or it is no address of this host.
+    /// One line: another program has the port, or the address does not belong to this host.
     pub fn claim(kind: Kind, address: IpAddr) -> io::Result<Lane> {
         let own = open::claim(kind, address)?;
         Ok(Lane { kind, address, options: Options::default(), order: vec![Occupant::Own(own)] })
     }
 
-    /// A lane of a supervisor that is gone, with the sockets of its workers in the order in which the kernel has them.
+    /// A lane of a supervisor that died, with the sockets of its workers in the kernel's order.
     pub fn adopt(kind: Kind, address: IpAddr, options: Options, members: Vec<Member>) -> Lane {
         let order = members.into_iter().map(Occupant::Group).collect();
         Lane { kind, address, options, order }
@@ -70,10 +73,10 @@ impl Lane {
         self.order.iter().filter_map(|o| if let Occupant::Group(m) = o { Some(m) } else { None })
     }
 
-    /// Gives these options to the supervisor's socket, and to those that are made from now on.
+    /// Sets options of the supervisor's socket, and of sockets that are made later.
     ///
     /// # Errors
-    /// Marks take a privilege.
+    /// Marks need a privilege.
     pub fn set_options(&mut self, options: Options) -> io::Result<()> {
         self.options = options;
         match (self.own(), options.mark) {
@@ -92,19 +95,19 @@ impl Lane {
         self.members().find(|m| m.group == group).map(|m| &m.udp)
     }
 
-    /// Makes a socket for a group. [`Lane::steer`] is to follow.
+    /// Makes a socket for a group. [`Lane::steer`] must follow.
     ///
     /// # Errors
-    /// Those of sockets.
+    /// Errors of sockets.
     pub fn enter(&mut self, group: &str) -> io::Result<()> {
         let udp = open::share(self.kind, self.address, self.options)?;
-        // If this fails, the socket is the last, and moves none when it is closed.
+        // If this fails, the socket is the last one in the kernel's array, so closing it moves no other socket.
         open::lock_filter(&udp)?;
         self.order.push(Occupant::Group(Member::new(group, udp)?));
         Ok(())
     }
 
-    /// Takes a group's socket out, whoever has it open. [`Lane::steer`] is to follow.
+    /// Removes a group's socket, even if other processes have it open. [`Lane::steer`] must follow.
     pub fn leave(&mut self, group: &str) {
         if let Some(at) = self.order.iter().position(|o| matches!(o, Occupant::Group(m) if m.group == group)) {
             self.remove(at);
@@ -116,13 +119,14 @@ impl Lane {
         open::depart(&udp);
     }
 
-    /// Puts a program in force. It is made by a function that is told the index of each group's socket and of the supervisor's.
+    /// Attaches a new program. `program` makes it from the index of each group's socket and the index of the
+    /// supervisor's socket.
     ///
     /// # Errors
-    /// Those of sockets and programs; the program is then the old one.
+    /// Errors of sockets and programs. Then the old program stays.
     pub fn steer(&mut self, program: impl FnOnce(&Indices<'_>, u32) -> Vec<Instruction>) -> io::Result<()> {
         if self.order.iter().all(|o| matches!(o, Occupant::Own(_))) && !self.order.is_empty() {
-            // Nobody shares the port, so there is nothing to steer.
+            // Nobody shares the port, so no program is needed.
             return Ok(());
         }
         if let Some(at) = self.order.iter().position(|o| matches!(o, Occupant::Own(_))) {
@@ -140,7 +144,7 @@ impl Lane {
         let program = program(&groups.collect(), index);
         let attached = steer::attach(&own, libc::SO_ATTACH_REUSEPORT_CBPF, &program);
         self.order.push(Occupant::Own(own));
-        // On the port of RoCEv2 nothing is for the supervisor.
+        // The supervisor receives nothing on the port of RoCEv2.
         if self.kind == Kind::Roce && self.order.len() > 1 {
             self.remove(index as usize);
         }

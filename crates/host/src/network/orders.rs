@@ -1,5 +1,5 @@
-//! The order of the sockets of each lane, in a file: only the kernel knows it besides, and does not tell. A supervisor that comes after
-//! one that was killed reads it, and takes over the sockets that the workers still have.
+//! The order of the sockets in each lane, in a file. Only the kernel knows it otherwise, and does not reveal it. The
+//! successor of a killed supervisor reads the file, and takes over the sockets that the workers still have.
 
 use std::io;
 use std::net::IpAddr;
@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::lane::Lane;
 use crate::port::open::Kind;
 
-/// Name of the file in the directory of the virtual layer, which is removed when the virtual layer ends with all its workers.
+/// Name of the file in the directory of the virtual layer. It is removed when the virtual layer ends with all its
+/// workers.
 pub(crate) const ORDER_FILE: &str = "sockets";
 
 /// A lane: its groups in the kernel's order, each with the inode of its socket.
@@ -21,31 +22,31 @@ pub(super) struct Order {
     pub sockets: Vec<(String, u64)>,
 }
 
-/// The file, and what it says.
+/// The file, and its content.
 pub(super) struct Orders {
     file: PathBuf,
     written: Vec<Order>,
 }
 
 impl Orders {
-    /// Of a directory; nothing is written yet.
+    /// The file in a directory. Nothing is written yet.
     pub fn new(dir: &Path) -> Self {
         Orders { file: dir.join(ORDER_FILE), written: Vec::new() }
     }
 
-    /// What the file says.
+    /// Reads the file.
     ///
     /// # Errors
-    /// There is no such file, or it is damaged.
+    /// The file does not exist, or is damaged.
     pub fn read(&self) -> io::Result<Vec<Order>> {
         let text = std::fs::read_to_string(&self.file)?;
         serde_json::from_str(&text).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
     }
 
-    /// Writes the orders of these lanes, if they are others than before. The file is whole at any time.
+    /// Writes the order of these lanes, if it has changed. The file is complete at any time.
     ///
     /// # Errors
-    /// Those of files.
+    /// Errors of files.
     pub fn write(&mut self, lanes: &[Lane]) -> io::Result<()> {
         let order = |l: &Lane| {
             let sockets = l.members().map(|m| (m.group.clone(), m.inode)).collect();

@@ -221,7 +221,7 @@ fn frames_come_from_peers_of_the_group_only() {
     assert!(h1.drain("default").is_empty());
     assert_eq!(h1.info().drops.no_group, before.no_group + 3);
     assert_eq!((h1.info().drops.malformed, h1.tunnel("default").drops().malformed), (before.malformed + 1, 1));
-    // Whoever cannot have a peer's port 4789 takes another one.
+    // An attacker who cannot bind port 4789 of a peer uses another port.
     let other = UdpSocket::bind((a, 0)).unwrap();
     other.send_to(&[&vxlan(5)[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
     assert!(h1.drain("blue").is_empty());
@@ -261,7 +261,7 @@ fn groups_that_a_rule_joins_meet_on_one_host_and_between_two_until_the_rule_goes
     h1.tunnel("blue").send_across(1, [10, 0, 0, 1].into(), &arp(1, 2));
     assert!(h1.drain("blue").is_empty() && h1.drain("green").is_empty() && h0.drain("red").is_empty());
     assert_eq!(h0.tunnel("red").drops().address, 1);
-    // What says that it comes from a group that no rule joins with this one is for nobody.
+    // A packet that claims to come from a group that no rule joins with this one is dropped.
     let liar = h1.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     let (green, blue) = (h0.network.vni("green").unwrap(), h0.network.vni("blue").unwrap());
     let frame = arp(4, 2);
@@ -310,7 +310,7 @@ fn a_rule_more_is_told_to_the_two_workers_that_it_concerns_and_works_as_if_it_ha
     h0.tunnel("red").send_across(1, [10, 0, 2, 2].into(), &frame);
     assert_eq!(h1.drain("blue"), std::slice::from_ref(&frame));
 
-    // An address that moves is one address for its group and the one that is joined with it.
+    // A moved address is one change for its group, and one for the joined group.
     h0.changes.clear();
     h0.set_peers(&with.replace(&format!("10.0.2.1 blue {a}"), &format!("10.0.2.1 blue {b}")));
     assert!(h0.plans.is_empty());
@@ -604,10 +604,10 @@ fn a_worker_hears_the_multicast_groups_that_it_asks_for() {
     assert_eq!(host.network.join("default", &many).len(), MAX_MULTICAST);
 }
 
-/// What a worker gives back.
+/// The configuration and the sockets that a worker had.
 type Given = (Enrolment, Vec<OwnedFd>);
 
-/// What is left of a host whose supervisor is killed: its directory and its workers.
+/// Kills a host's supervisor. Returns what is left: its directory, its workers, and their configurations.
 fn kill(host: Host) -> (Dir, BTreeMap<String, Worker>, Vec<Given>) {
     let Host { dir, mut network, workers, .. } = host;
     let given = workers.keys().map(|g| network.sockets_of(g).unwrap()).collect();
@@ -626,7 +626,7 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
         host.qpns().into_keys().collect::<Vec<_>>()
     };
     let mut host = Host::new(ips[0], "", &["default", "a", "b", "c", "d"]);
-    // Another order than that of the names.
+    // Makes the order of sockets differ from the order of names.
     host.remove("a");
     host.add("e", 7);
     let qpns: Vec<(String, u32)> = host.workers.iter().map(|(n, w)| (n.clone(), w.enrolment.qpns[0].0 + 5)).collect();

@@ -1,26 +1,26 @@
-//! How the QPNs of a host are divided among its groups: in units of 16,384, so that 1,024 groups have one each.
+//! The division of a host's QPNs among its groups, in units of 16,384, so that 1,024 groups can have one unit each.
 //!
-//! A group has one unit at first. It gets another one as long as it has fewer than an eighth of all, and fewer than half of all are
-//! taken: the other half is for groups to come.
+//! A group begins with one unit. It gets another one while it has fewer than an eighth of all units, and fewer than
+//! half of all units are taken: the other half is reserved for future groups.
 
 use unirdma_formats::Qpn;
 
 /// QPNs of one unit.
 pub(super) const UNIT: u32 = 16_384;
-/// All units.
+/// Number of all units.
 const UNITS: u32 = (Qpn::MASK + 1) / UNIT;
 /// Most units of one group.
 const MAX_OF_GROUP: u32 = UNITS / 8;
-/// Taken units from which on no group gets another one.
+/// Number of taken units from which on no group gets another one.
 const MAX_FURTHER: u32 = UNITS / 2;
 
-/// A range of QPNs: the first, and how many.
+/// A range of QPNs: the first one, and their number.
 pub(crate) type Range = (u32, u32);
 
-/// Which units are taken.
+/// The taken units.
 pub(super) struct Units {
     taken: Vec<bool>,
-    /// Where the next search begins, so that numbers stay unused for long after a group is gone.
+    /// Start of the next search. It advances, so that the numbers of a removed group stay unused for a long time.
     next: u32,
 }
 
@@ -29,7 +29,7 @@ impl Units {
         Units { taken: vec![false; UNITS as usize], next: 0 }
     }
 
-    /// The first unit of a group.
+    /// Takes a first unit for a group.
     pub fn first(&mut self) -> Option<Range> {
         let found = (0..UNITS).map(|i| (self.next + i) % UNITS).find(|&n| !self.taken[n as usize])?;
         self.taken[found as usize] = true;
@@ -37,14 +37,14 @@ impl Units {
         Some((found * UNIT, UNIT))
     }
 
-    /// Another unit of a group that has these ranges.
+    /// Takes another unit for a group that has these ranges.
     pub fn further(&mut self, has: &[Range]) -> Option<Range> {
         let of_group = has.iter().map(|r| r.1).sum::<u32>() / UNIT;
         let all = self.taken.iter().filter(|t| **t).count() as u32;
         if of_group < MAX_OF_GROUP && all < MAX_FURTHER { self.first() } else { None }
     }
 
-    /// Takes the units of ranges that a group has already; false if somebody else has one of them.
+    /// Takes the units of ranges that a group has already; false if one of them is taken.
     pub fn take(&mut self, ranges: &[Range]) -> bool {
         let units = || ranges.iter().flat_map(|&(start, length)| start / UNIT..(start + length) / UNIT);
         let whole = ranges.iter().all(|&(start, length)| {
@@ -57,7 +57,7 @@ impl Units {
         true
     }
 
-    /// The units of these ranges are nobody's.
+    /// Frees the units of these ranges.
     pub fn give_back(&mut self, ranges: &[Range]) {
         for &(start, length) in ranges {
             (start / UNIT..(start + length) / UNIT).for_each(|u| self.taken[u as usize] = false);
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(sizes, [128, 128, 128, 126, 1, 1]);
         let more = std::iter::from_fn(|| units.first()).count();
         assert_eq!(more as u32, UNITS / 2);
-        // What a group leaves is for others, and no number is in two hands.
+        // Freed units can be taken again, and no unit is taken twice.
         units.give_back(&groups[3]);
         assert!(units.take(&groups[3][5..]) && !units.take(&groups[3][..6]) && units.take(&groups[3][..5]));
         assert!(

@@ -1,6 +1,6 @@
-//! All that this host counts, read from its workers for whoever watches it.
+//! All statistics of this host, read from its workers.
 //!
-//! Each worker is called once, by a thread of its own, so a worker that does not answer costs the figures of its own group only.
+//! Each worker is called once, on a separate thread, so a worker that does not answer affects only its own group.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -16,38 +16,38 @@ use crate::protocol::{Answer, Call, Figures};
 use crate::tunnel::TunnelDrops;
 use unirdma_rnic::WireDrops;
 
-/// How long workers may take. The figures of one that takes longer are left out.
+/// How long workers may take. Slower ones are omitted.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// What a group counts, and what its supervisor knows of its worker.
+/// The statistics of a group, and its supervisor's knowledge about its worker.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct GroupFigures {
     pub group: String,
-    /// The group could be looked at. If not, all that follows is empty.
+    /// The group could be read. If not, all following fields are empty.
     pub known: bool,
     pub vrnics: usize,
     pub restarts: u64,
     /// A thread of the worker is stuck.
     pub stuck: bool,
-    /// Memory of the worker's own, bytes.
+    /// The worker's anonymous memory, bytes.
     pub memory: u64,
-    /// Processor time that the worker has used; `None` if it is not known.
+    /// Processor time used by the worker; `None` if it is unknown.
     pub cpu: Option<Duration>,
-    /// `None`: the worker does not answer.
+    /// The worker's statistics; `None`: it does not answer.
     pub told: Option<Figures>,
 }
 
-/// What a host counts.
+/// The statistics of a host.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HostFigures {
     pub groups: Vec<Arc<GroupFigures>>,
     /// vRNICs of all groups.
     pub vrnics: usize,
-    /// The network to other hosts, if there is one. What workers count of it is not in here.
+    /// The network to other hosts, if there is one. The workers' counters are not included.
     pub wire: Option<WireInfo>,
 }
 
-/// The calls to workers that are under way, and what they brought.
+/// Pending calls to workers, and their results.
 #[derive(Default)]
 pub(crate) struct Reader {
     cells: Mutex<BTreeMap<String, Cell>>,
@@ -58,12 +58,12 @@ pub(crate) struct Reader {
 struct Cell {
     /// A thread waits for the worker.
     asked: bool,
-    /// When this was asked for, and what came back.
+    /// Time of the call, and its result.
     read: Option<(Instant, Arc<GroupFigures>)>,
 }
 
 impl Supervisor {
-    /// Reads the figures of all groups, and of each group's first `most` vRNICs.
+    /// Reads the statistics of all groups, and of each group's first `most` vRNICs.
     pub(crate) fn figures(self: &Arc<Self>, reader: &Arc<Reader>, most: usize) -> HostFigures {
         let begun = Instant::now();
         let groups = self.groups();
@@ -93,7 +93,7 @@ impl Supervisor {
 }
 
 impl Reader {
-    /// The groups whose worker nobody waits for. From now on somebody does.
+    /// Marks and returns the groups whose workers are not being called already.
     fn ask(self: &Arc<Self>, groups: &[Arc<Group>]) -> Vec<Asking> {
         let mut cells = lock(&self.cells);
         cells.retain(|name, _| groups.iter().any(|g| g.name == *name));
@@ -103,7 +103,7 @@ impl Reader {
     }
 }
 
-/// Somebody who waits for a worker, until this is dropped.
+/// A pending call to a worker. Dropping it ends the call.
 struct Asking {
     reader: Arc<Reader>,
     group: Arc<Group>,
@@ -136,7 +136,7 @@ impl Group {
             _ => None,
         };
         let told = told.map(|mut told| {
-            // Names and limits are what is known here.
+            // Names and limits are taken from the supervisor.
             told.vrnics.retain_mut(|v| {
                 let member = inner.members.get(&v.name);
                 member.iter().for_each(|m| (v.limits, v.attached) = (m.new.limits, m.attached.is_some()));
@@ -158,7 +158,7 @@ impl Group {
     }
 }
 
-/// Processor time of a process, its own and the kernel's for it.
+/// Processor time of a process, in user and kernel mode.
 fn cpu_of(pid: u32) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let ticks = ticks_of(&stat)?;
@@ -166,7 +166,8 @@ fn cpu_of(pid: u32) -> Option<Duration> {
     Some(Duration::from_nanos(u64::try_from(u128::from(ticks) * 1_000_000_000 / u128::from(per_second)).ok()?))
 }
 
-/// Fields 14 and 15 of `/proc/PID/stat`, `utime` and `stime`. The second field is a name in parentheses, in which anything may be.
+/// Fields 14 and 15 of `/proc/PID/stat`, `utime` and `stime`. The second field is a name in parentheses, which may
+/// contain anything.
 fn ticks_of(stat: &str) -> Option<u64> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(11);
     let (user, system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);

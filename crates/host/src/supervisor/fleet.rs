@@ -1,8 +1,9 @@
-//! What the control centre asks of this host, and what this host's administrators may still do by themselves.
+//! The control centre's orders, and the remaining rights of this host's administrators.
 //!
-//! A vRNIC of the centre is made, changed and removed as the centre says. One that this host's administrator wants is asked for at the
-//! centre, which says what it is to be. One that the centre does not know of, made before this host was of a fleet, or of a centre whose store
-//! is gone, is the administrator's as without a fleet.
+//! The centre's vRNICs are made, changed and removed as the centre orders. A vRNIC that this host's administrator wants
+//! is requested from the centre, which determines its properties. vRNICs that the centre does not know belong to the
+//! administrator, as without a fleet. They were made before the host joined the fleet, or by a centre whose store is
+//! gone.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -19,20 +20,21 @@ use unirdma_formats::Guid;
 use unirdma_policy::{Action, Rule, Selector};
 use zeroize::Zeroizing;
 
-/// Most peers that are reported of a vRNIC.
+/// Most peers that are reported for a vRNIC.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Most vRNICs that are remembered because the centre did not give them.
+/// Most requests that are remembered because the centre did not answer them.
 const MAX_UNGIVEN: usize = 1_000;
 
 type Reply = Result<Response, String>;
 
-/// Rules and secrets as the centre has said them.
+/// The centre's rules and secrets.
 #[derive(Default)]
 pub(super) struct Ordered {
-    /// Each may be several here: one for each address of a vRNIC.
+    /// A rule of the centre may become several rules here, one for each address of a vRNIC.
     rules: BTreeMap<String, Vec<Rule>>,
-    /// Of each group, and of each two in the order of their names, by the secrets' numbers. A group alone has no other name.
+    /// Secrets by number, for each group and each pair of groups in order of names. For a group alone, the second name
+    /// is empty.
     secrets: BTreeMap<(String, String), BTreeMap<u8, Said>>,
 }
 
@@ -40,7 +42,7 @@ pub(super) struct Ordered {
 type Said = (Zeroizing<[u8; 32]>, bool);
 
 impl Ordered {
-    /// Gives what has changed.
+    /// Sets or removes a rule. Returns the changes for the network.
     fn set_rule(&mut self, name: &str, rule: Option<&v1::HostRule>) -> Result<Vec<Change>, String> {
         let new = rule.map(read_rule).transpose()?;
         let before = match &new {
@@ -52,7 +54,7 @@ impl Ordered {
         Ok(of(new, true).chain(of(before, false)).collect())
     }
 
-    /// A group, and those that rules join with it.
+    /// A group, and the groups that rules join with it.
     fn reached_from(&self, group: &str) -> Vec<String> {
         let ends = self.rules.values().flatten().map(|r| (r.from.group(), r.to.group()));
         let others = ends.filter_map(|(from, to)| match (from == group, to == group) {
@@ -82,7 +84,7 @@ impl Ordered {
         Ok(())
     }
 
-    /// The secrets that a group has, its own and those with other groups.
+    /// The secrets of a group, its own and those with other groups.
     fn secrets_of(&self, name: &str) -> Result<GroupSecrets, String> {
         let mut found = GroupSecrets::default();
         for ((group, other), all) in self.secrets.iter().filter(|((g, o), _)| g == name || o == name) {
@@ -95,7 +97,7 @@ impl Ordered {
     }
 }
 
-/// A rule of the centre, as this host's network knows rules.
+/// Converts a rule of the centre to rules of this host's network.
 fn read_rule(r: &v1::HostRule) -> Result<Vec<Rule>, String> {
     let what = |e: String| format!("rule {}: {e}", r.name);
     let ends = |s: &Option<v1::HostSelector>| -> Result<Vec<Selector>, String> {
@@ -121,11 +123,11 @@ impl Supervisor {
         self.centre.get()
     }
 
-    /// What the centre says is to be so from now on. Of each piece that could not be made so, why.
+    /// Carries out the centre's orders. Returns the failed pieces, with the reasons.
     pub fn carry_out(self: &Arc<Self>, work: &[Work]) -> BTreeMap<Key, String> {
         let mut failed = BTreeMap::new();
         let mut news = Vec::new();
-        // Groups whose secrets have changed. All of a group's are put in force together.
+        // Groups whose secrets have changed. All changes of a group are put in force together.
         let mut sealed: BTreeMap<String, Key> = BTreeMap::new();
         for w in work {
             if !matches!(w.key, Key::Secret(..)) {
@@ -149,7 +151,7 @@ impl Supervisor {
                 }
                 (Key::Vrnic(_), Some(Item::Vrnic(v))) => {
                     news.extend(lock(&self.neighbours).set_own(&v.name, Some(v)));
-                    // Its programs find their peers.
+                    // Routes to its peers are made first, so that its programs find them.
                     self.learn(&mut news);
                     self.settle_vrnic(v)
                 }
@@ -189,7 +191,7 @@ impl Supervisor {
         }
     }
 
-    /// A group has the secrets that the centre has said, if it is here.
+    /// Gives a group the centre's secrets, if the group is on this host.
     fn settle_secrets(&self, name: &str) -> Result<(), String> {
         let Some(group) = self.names().groups.get(name).cloned() else { return Ok(()) };
         let secrets = lock(&self.ordered).secrets_of(name)?;
@@ -200,7 +202,7 @@ impl Supervisor {
         self.set_secrets(&group, &mut inner, &secrets)
     }
 
-    /// Puts in force what was learned of other hosts.
+    /// Passes changes of other hosts on to the network and the workers.
     fn learn(self: &Arc<Self>, news: &mut Vec<Change>) {
         if news.is_empty() {
             return;
@@ -211,7 +213,8 @@ impl Supervisor {
         }
     }
 
-    /// A group has the weight that the centre says. It has a worker once it has a vRNIC here, and none any more when it is gone.
+    /// Sets a group's weight. The group gets a worker with its first vRNIC here. If `group` is `None`, the group and
+    /// its worker are removed.
     fn settle_group(&self, name: &str, group: Option<&v1::HostGroup>) -> Result<(), String> {
         let there = self.names().groups.get(name).cloned();
         match (group, there) {
@@ -232,7 +235,7 @@ impl Supervisor {
         }
     }
 
-    /// A vRNIC is as the centre says.
+    /// Makes or changes a vRNIC as the centre orders.
     fn settle_vrnic(self: &Arc<Self>, v: &v1::Vrnic) -> Result<(), String> {
         let (add, hardware) = read(v)?;
         let group = add.group.clone().unwrap_or_default();
@@ -276,7 +279,7 @@ impl Supervisor {
         self.add_vrnic_as(add, Some(hardware), up).map(drop)
     }
 
-    /// A vRNIC is not here any more.
+    /// Removes a vRNIC, if it is here.
     fn drop_vrnic(&self, name: &str, force: bool) -> Result<(), String> {
         if !self.names().vrnics.contains_key(name) {
             return Ok(());
@@ -297,14 +300,14 @@ impl Supervisor {
         inner.members.get(name).map(f).ok_or_else(|| format!("there is no vRNIC {name}"))
     }
 
-    /// vRNICs that were made without the centre, for it to know. It takes into the fleet what it wants.
+    /// vRNICs that were made without the centre, for its information. It accepts those that it wants into the fleet.
     pub fn strangers(&self) -> Vec<v1::Vrnic> {
         let Some(centre) = self.centre() else { return Vec::new() };
         let names: Vec<String> = self.names().vrnics.keys().filter(|n| centre.vrnic(n).is_none()).cloned().collect();
         names.iter().filter_map(|name| self.write(name).ok()).collect()
     }
 
-    /// A vRNIC of this host as the centre would have it.
+    /// The description of a vRNIC of this host for the centre.
     fn write(&self, name: &str) -> Result<v1::Vrnic, String> {
         let group = self.group_with(name)?;
         let host = self.centre().map(|c| c.host().to_string()).unwrap_or_default();
@@ -339,19 +342,19 @@ impl Supervisor {
         })
     }
 
-    /// What the centre is told of the vRNICs.
+    /// The report on this host's vRNICs for the centre.
     pub fn report(&self) -> Vec<v1::VrnicState> {
         let mut reached = HashMap::new();
         self.list().into_iter().map(|v| self.figures_of(v, &mut reached)).collect()
     }
 
-    /// `reached` remembers which groups each group reaches.
+    /// `reached` caches the groups that each group reaches.
     fn figures_of(&self, v: VrnicInfo, reached: &mut HashMap<String, Vec<String>>) -> v1::VrnicState {
         let mut peers: HashMap<String, v1::Connection> = HashMap::new();
         if v.qps > 0
             && let Ok(Response::Vrnic(whole)) = self.show(&v.name, true)
         {
-            // A queue pair that has failed is connected to nobody any more.
+            // A failed queue pair is not connected any more.
             for q in whole.queue_pairs.into_iter().filter(|q| q.state != "ERR") {
                 let Some(gid) = q.peer_gid else { continue };
                 let c = peers.entry(gid).or_default();
@@ -391,7 +394,7 @@ impl Supervisor {
 
     // --- administrators of this host ---
 
-    /// Answers what is the centre's matter; `None`: it is this host's alone.
+    /// Answers requests that concern the centre; `None`: the request concerns only this host.
     pub(super) fn answer_of_fleet(&self, request: &Request) -> Option<Reply> {
         let centre = self.centre()?;
         let name = match request {
@@ -410,7 +413,7 @@ impl Supervisor {
             _ => return None,
         };
         let Some(v) = centre.vrnic(name) else {
-            // One that the centre does not know. It may be asked to remind this host of it no more.
+            // The centre does not know this vRNIC. After its removal, the agent must no longer report it as a problem.
             if let Request::VrnicRemove { .. } = request {
                 centre.removed(name);
             }
@@ -431,7 +434,7 @@ impl Supervisor {
         add.share.apply(Share::default())?;
         let put = wanted(add, centre.host());
         if self.names().vrnics.contains_key(&add.name) {
-            // Whoever asks again for what no answer came to gets it.
+            // A repeated request whose first answer was lost gets its result.
             let asked_before = lock(&self.ungiven).get(&add.name) == Some(&put);
             if asked_before && centre.vrnic(&add.name).is_some_and(|v| v.by_host) {
                 lock(&self.ungiven).remove(&add.name);
@@ -511,7 +514,7 @@ impl Supervisor {
     }
 }
 
-/// What an administrator of this host asks the centre for.
+/// The vRNIC to request from the centre for this host's administrator.
 fn wanted(add: &AddVrnic, host: &str) -> v1::Vrnic {
     v1::Vrnic {
         name: add.name.clone(),
@@ -533,7 +536,7 @@ fn wanted(add: &AddVrnic, host: &str) -> v1::Vrnic {
     }
 }
 
-/// What the centre says of a vRNIC, as this host says it.
+/// Converts the centre's description of a vRNIC.
 fn read(v: &v1::Vrnic) -> Result<(AddVrnic, Hardware), String> {
     let ips: Result<Vec<IpNet>, String> = v.ips.iter().map(|t| t.parse()).collect();
     let (mac, guid) = agent::mac(&v.mac).zip(agent::guid(&v.guid)).ok_or("its MAC or GUID is none")?;

@@ -1,8 +1,8 @@
-//! A group as the supervisor sees it: its worker, what that worker was told, and how it is started anew.
+//! A group in the supervisor: its worker, the knowledge that the worker was given, and its restarts.
 //!
-//! The supervisor has a duplicate of every descriptor that it gives to a worker. So a worker that died loses the connections of its
-//! programs and nothing else: programs that open their device meanwhile wait at the same listening socket. The keeper has another
-//! duplicate, for the supervisor that comes after this one.
+//! The supervisor has a duplicate of every descriptor that it gives to a worker. So if a worker dies, only the
+//! connections of its programs are lost: programs that open their device meanwhile wait at the same listening socket.
+//! The keeper has another duplicate, for the next supervisor.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -26,26 +26,27 @@ use crate::protocol::{Answer, Begin, Call, NewVrnic, Notice, VERSION};
 use crate::worker::Alone;
 use crate::{Isolation, context};
 
-/// How long a worker may take to answer.
+/// Time limit for a worker's answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A worker that lived for so long is started anew at once when it dies, any other after as long a pause.
+/// A worker that dies within this time after its start is restarted when the time has passed. Any other worker is
+/// restarted at once.
 const STEADY: Duration = Duration::from_millis(50);
-/// One that cannot be started is tried again after a pause that doubles each time, up to this.
+/// If a worker cannot be started, it is tried again after a pause that doubles each time, up to this one.
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 
-/// A vRNIC as the supervisor knows it.
+/// A vRNIC in the supervisor.
 pub(super) struct Member {
     pub new: NewVrnic,
-    /// That of its programs, that of its network interface in a virtual machine, and that of the RFC mode.
+    /// The listening sockets for its programs, for its network interface in a virtual machine, and for the RFC mode.
     pub listeners: [UnixListener; 3],
-    /// The interface that its container holds, and the administration connection that brought it.
+    /// The interface of its container, and the administration connection that brought it.
     pub attached: Option<(u64, OwnedFd)>,
-    /// The first process of each container, by the connection that told of it.
+    /// The first process of each container, by its administration connection.
     pub containers: BTreeMap<u64, OwnedFd>,
 }
 
-/// What is kept of a vRNIC. Beside it come the listening sockets, the interface if it has one, and the first processes of its
-/// containers.
+/// A vRNIC in the keeper. The listening sockets, the interface if it has one, and the pidfds of its containers are
+/// stored along with it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct KeptMember {
     new: NewVrnic,
@@ -77,7 +78,7 @@ impl Member {
     }
 }
 
-/// What is kept of a group. Beside it come the socket at which its worker waits for supervisors, and the worker's pidfd.
+/// A group in the keeper. The listening socket of its worker and the worker's pidfd are stored along with it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct KeptGroup {
     pub begin: Begin,
@@ -93,16 +94,16 @@ pub(super) struct Capturing {
     pub to: OwnedFd,
 }
 
-/// A worker that runs.
+/// A running worker.
 pub(super) struct Worker {
     line: Line,
     /// `None`: it is a thread of this process.
     child: Option<Child>,
     notices: OwnedFd,
-    /// How it is confined.
+    /// Its confinement.
     in_force: InForce,
     since: Instant,
-    /// It did not answer as it should, and was killed.
+    /// It gave no valid answer, and was killed.
     given_up: bool,
 }
 
@@ -111,7 +112,7 @@ impl Worker {
         Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false }
     }
 
-    /// What becomes readable when it has died.
+    /// A descriptor that becomes readable when the worker has died.
     pub fn pidfd(&self) -> Option<BorrowedFd<'_>> {
         self.child.as_ref().map(Child::pidfd)
     }
@@ -128,7 +129,7 @@ impl Worker {
         self.notices.as_fd()
     }
 
-    /// The next notice that has come; what is none is left out.
+    /// The next notice received. Messages that do not parse are skipped.
     pub fn notice(&self, buffer: &mut [u8]) -> Option<Notice> {
         while let Ok((n @ 1.., _)) = rustix::net::recv(&self.notices, &mut *buffer, rustix::net::RecvFlags::DONTWAIT) {
             if let Ok(notice) = serde_json::from_slice(&buffer[..n]) {
@@ -138,13 +139,13 @@ impl Worker {
         None
     }
 
-    /// It has not closed its end for notices.
+    /// True if it has not closed its end of the socket for notices.
     pub fn listens(&self) -> bool {
         let peek = rustix::net::RecvFlags::DONTWAIT | rustix::net::RecvFlags::PEEK;
         !matches!(rustix::net::recv(&self.notices, &mut [0], peek), Ok((0, _)))
     }
 
-    /// Ends it at once. What its programs had is gone with it.
+    /// Ends it at once. Its programs lose their objects.
     fn kill(&mut self) {
         match &self.child {
             Some(child) => child.kill(),
@@ -161,7 +162,7 @@ impl Worker {
         Ok(self.line.receive(PATIENCE)?.0)
     }
 
-    /// As [`Worker::ask`]; an error is one of ours.
+    /// As [`Worker::ask`], but an error answer becomes an error.
     fn tell(&mut self, call: &Call, fds: &[BorrowedFd<'_>]) -> io::Result<Answer> {
         match self.ask(call, fds)? {
             Answer::Error(e) => Err(io::Error::other(e)),
@@ -169,7 +170,7 @@ impl Worker {
         }
     }
 
-    /// The first words of a connection; the group that it has begun for.
+    /// Opens a connection. Returns the group for which the worker has begun.
     fn greet(&mut self, notices: BorrowedFd<'_>) -> io::Result<Option<String>> {
         match self.ask(&Call::Hello { version: VERSION }, &[notices])? {
             Answer::Hello(h) if h.version == VERSION && h.program == env!("CARGO_PKG_VERSION") => Ok(h.group),
@@ -182,36 +183,37 @@ impl Worker {
     }
 }
 
-/// What changes of a group.
+/// The mutable state of a group.
 pub(super) struct Inner {
     pub worker: Option<Worker>,
     pub members: BTreeMap<String, Member>,
     pub captures: BTreeMap<u64, Capturing>,
-    /// The secrets of the group, if it has any: the memory file that its worker was given. They are nowhere else in this process.
+    /// The secrets of the group, if it has any: the memory file that its worker was given. This process has no other
+    /// copy of them.
     pub secrets: Option<OwnedFd>,
-    /// What its worker says of a thread that is stuck, and when it said so.
+    /// The worker's last notice of a stuck thread, and its time.
     pub stuck: Option<(String, Instant)>,
-    /// How often its worker died and was started anew.
+    /// How often its worker died and was restarted.
     pub restarts: u64,
-    /// Of deaths in the log.
+    /// Limits log messages about deaths.
     log: LogLimit,
-    /// The group is gone, or all are.
+    /// The group was removed, or the supervisor ends.
     pub removed: bool,
 }
 
-/// What is the same for all groups.
+/// State shared by all groups.
 pub(super) struct Around {
     pub isolation: Isolation,
     pub confinement: Option<confine::Plan>,
     pub network: Option<Mutex<Network>>,
-    /// Where the cgroups of workers are; or why there are none.
+    /// The parent of the workers' cgroups; or why there are none.
     pub cgroups: Result<Cgroups, String>,
-    /// Where the sockets are at which workers wait for supervisors.
+    /// The directory of the workers' listening sockets.
     pub doors: PathBuf,
 }
 
 impl Around {
-    /// Why weights of groups do not count; `None` if they do.
+    /// Why weights of groups have no effect; `None` if they have.
     pub fn why_no_weights(&self) -> Option<String> {
         match &self.cgroups {
             Ok(c) => c.why_no_weights().map(String::from),
@@ -224,7 +226,7 @@ impl Around {
     }
 }
 
-/// What is known of the secrets of a group without reading them.
+/// Properties of a group's secrets that are known without reading them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SealNote {
     /// Number of its own secret that it sends with.
@@ -238,14 +240,14 @@ pub(super) struct Group {
     pub name: String,
     pub id: u32,
     begin: Begin,
-    /// Its worker's share of the processors.
+    /// Its worker's share of the processors, in hundredths of the default share.
     weight: AtomicU32,
     seal: Mutex<SealNote>,
     around: Arc<Around>,
-    /// Where its worker waits for supervisors.
+    /// The listening socket of its worker.
     door: PathBuf,
     listener: UnixListener,
-    /// Its worker's pidfd, for who must not wait for `inner`.
+    /// Its worker's pidfd, for threads that must not wait for `inner`.
     process: Mutex<Option<OwnedFd>>,
     inner: Mutex<Inner>,
 }
@@ -286,7 +288,7 @@ impl Group {
         Group { name, id, begin, weight, seal, around, door, listener, process, inner }
     }
 
-    /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
+    /// A group of a supervisor that died, with its worker if that is alive. Otherwise the caller must start a worker.
     pub fn adopt(
         kept: KeptGroup,
         fds: Vec<OwnedFd>,
@@ -311,7 +313,7 @@ impl Group {
         Some(group)
     }
 
-    /// Takes over a worker that lives. It serves these vRNICs afterwards and no others.
+    /// Takes over a living worker. Afterwards it serves exactly these vRNICs.
     fn take_over(&self, child: Child, Inner { members, secrets, .. }: &Inner) -> io::Result<Worker> {
         let taken = || {
             let (notices, theirs) = notice_sockets()?;
@@ -344,12 +346,13 @@ impl Group {
         }
     }
 
-    /// Its state. A call to the worker may take as long as [`PATIENCE`]; so who holds this holds nothing else that others wait for.
+    /// Locks its state. A call to the worker may last [`PATIENCE`], so the caller must not hold another lock that
+    /// others wait for.
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
         lock(&self.inner)
     }
 
-    /// What is to be kept of it, and the descriptors beside that; `None` if it has no worker that is a process.
+    /// Its description and its descriptors for the keeper; `None` if it has no worker that is a process.
     pub fn to_keep<'a>(&'a self, inner: &'a Inner) -> Option<(KeptGroup, [BorrowedFd<'a>; 2])> {
         let child = inner.worker.as_ref()?.child.as_ref()?;
         let in_force = inner.worker.as_ref()?.in_force.clone();
@@ -357,7 +360,7 @@ impl Group {
         Some((kept, [self.listener.as_fd(), child.pidfd()]))
     }
 
-    /// Starts a worker, and tells it all that the one before it was told.
+    /// Starts a worker, and gives it all knowledge that the worker before had.
     ///
     /// # Errors
     /// One line: why there is none.
@@ -377,7 +380,7 @@ impl Group {
         inner.worker = Some(worker);
     }
 
-    /// Where its peers are, if there is a network.
+    /// The locations of its peers, if there is a network.
     pub fn plan(&self) -> Option<Plan> {
         self.around.network.as_ref().map(|n| lock(n).plan(&self.name))
     }
@@ -418,24 +421,24 @@ impl Group {
         }
     }
 
-    /// Ends a worker that could not be started; why in one line.
+    /// Ends a worker that could not be started. Returns the reason, in one line.
     fn failed(&self, mut worker: Worker, e: &io::Error) -> io::Error {
         worker.kill();
         let how = worker.wait();
         io::Error::new(e.kind(), format!("the worker of group {} does not start: {e} ({how})", self.name))
     }
 
-    /// Its worker's share of the processors, in hundredths of the usual one.
+    /// Its worker's share of the processors, in hundredths of the default share.
     pub fn weight(&self) -> u32 {
         self.weight.load(Ordering::Relaxed)
     }
 
-    /// What is known of its secrets.
+    /// Properties of its secrets.
     pub fn seal_note(&self) -> SealNote {
         *lock(&self.seal)
     }
 
-    /// Notes that number.
+    /// Sets the properties of its secrets.
     pub fn set_seal_note(&self, note: SealNote) {
         *lock(&self.seal) = note;
     }
@@ -443,7 +446,7 @@ impl Group {
     /// Changes its worker's share.
     ///
     /// # Errors
-    /// One line: what the kernel refuses.
+    /// One line: the kernel's refusal.
     pub fn set_weight(&self, weight: u32) -> Result<(), String> {
         let before = self.weight.swap(weight, Ordering::Relaxed);
         let Ok(cgroups) = &self.around.cgroups else { return Ok(()) };
@@ -455,13 +458,14 @@ impl Group {
         CgroupLimits { weight: self.weight(), ..CgroupLimits::of_machine() }
     }
 
-    /// A cgroup for a worker that has just started, in the place of the one before; what it is, or why there is none.
+    /// Makes a cgroup for a new worker. It replaces the former worker's cgroup. Returns a description, or why there is
+    /// none.
     fn make_cgroup(&self, pid: u32) -> Result<String, String> {
         let cgroups = self.around.cgroups.as_ref().map_err(Clone::clone)?;
         let limits = self.limits();
         let pid = Pid::from_raw(pid as i32).ok_or("it has no process id")?;
         let made = |c: Cgroup| c.enter(pid).inspect_err(|_| c.remove());
-        // What the worker before it had touched is still charged to its cgroup.
+        // The old cgroup is removed, because memory that the former worker had touched is still charged to it.
         cgroups.make(&self.name, &limits)?.remove();
         cgroups.make(&self.name, &limits).and_then(made)?;
         Ok(cgroups.describe(&limits))
@@ -478,7 +482,8 @@ impl Group {
     /// Calls its worker.
     ///
     /// # Errors
-    /// One line: the worker's, or that it does not answer. In that case it is killed, and will be started anew.
+    /// One line: the worker's error, or that it does not answer. In the second case it is killed, and will be
+    /// restarted.
     pub fn call(&self, inner: &mut Inner, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<Answer, String> {
         let gone = || format!("the worker of group {} has ended and is being started anew; try again", self.name);
         let worker = inner.worker.as_mut().filter(|w| !w.given_up).ok_or_else(gone)?;
@@ -500,7 +505,8 @@ impl Group {
         }
     }
 
-    /// Starts the worker anew after it has died, as often as it takes. `begun` is called with the state that has a worker again.
+    /// Restarts the worker after it has died, and repeats failed attempts. Calls `begun` with the state when there is a
+    /// worker again.
     pub fn revive(&self, begun: impl FnOnce(&Inner)) {
         let mut pause = Duration::ZERO;
         let mut inner = self.lock();
@@ -532,8 +538,8 @@ impl Group {
         }
     }
 
-    /// Takes out interfaces whose container's first process the supervisor before this one did not come to know: their connections are
-    /// gone, and nothing else says when they end.
+    /// Detaches interfaces of containers whose first process was not yet registered when the former supervisor died.
+    /// Their connections are gone, and no event would report the end of the containers.
     pub fn drop_orphans(&self, inner: &mut Inner) {
         let mut orphans = Vec::new();
         for m in inner.members.values_mut() {
@@ -545,14 +551,14 @@ impl Group {
         }
     }
 
-    /// Ends its worker at once, whoever waits for it.
+    /// Kills its worker at once, without waiting for a thread that holds the group's lock.
     pub fn kill(&self) {
         if let Some(pidfd) = &*lock(&self.process) {
             let _ = pidfd_send_signal(pidfd, Signal::KILL);
         }
     }
 
-    /// Ends its worker. Nothing of the group is left.
+    /// Ends its worker, and removes the group.
     pub fn end(&self) {
         let mut inner = self.lock();
         inner.removed = true;
@@ -569,10 +575,10 @@ impl Group {
 }
 
 impl Worker {
-    /// Tells it of everything that its group has.
+    /// Tells it everything about its group.
     fn introduce_all(&mut self, inner: &Inner, plan: Option<Plan>) -> io::Result<()> {
         if let Some(plan) = plan {
-            // Before there is anybody to send to.
+            // The secrets and the plan come before the vRNICs, because nobody can send yet.
             self.confide(inner.secrets.as_ref())?;
             self.tell(&Call::Plan(plan), &[])?;
         }
@@ -585,7 +591,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Tells it the secrets of its group, if there are any.
+    /// Gives it the secrets of its group, if there are any.
     fn confide(&mut self, secrets: Option<&OwnedFd>) -> io::Result<()> {
         match secrets {
             Some(file) => self.tell(&Call::Secrets { any: true }, &[file.as_fd()]).map(drop),
@@ -593,7 +599,7 @@ impl Worker {
         }
     }
 
-    /// Tells it of what may have changed of a vRNIC just before its last supervisor died.
+    /// Repeats settings of a vRNIC that may have changed just before the former supervisor died.
     fn remind(&mut self, new: &NewVrnic) -> io::Result<()> {
         let name = || new.name.clone();
         self.tell(&Call::Share { name: name(), share: new.share }, &[])?;
@@ -602,7 +608,7 @@ impl Worker {
         self.tell(&Call::Link { name: name(), up: new.up }, &[]).map(drop)
     }
 
-    /// Tells it of a vRNIC.
+    /// Tells it about a vRNIC and its interface.
     fn introduce(&mut self, m: &Member) -> io::Result<()> {
         self.tell(&Call::Add(m.new.clone()), &m.listeners.each_ref().map(AsFd::as_fd))?;
         if let Some((id, tap)) = &m.attached {
@@ -612,7 +618,7 @@ impl Worker {
     }
 }
 
-/// Ends a worker that is not known, if one waits at this socket.
+/// Ends an unknown worker, if one listens at this socket.
 pub(super) fn end_stranger(door: &Path) {
     let end = || -> io::Result<()> {
         let line = Line::new(UnixStream::connect(door)?.into())?;
@@ -627,7 +633,7 @@ fn nonsense() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the worker says something else than it was asked")
 }
 
-/// Our end of a socket for notices, which does not block, and the worker's.
+/// A pair of sockets for notices: the supervisor's end, which is non-blocking, and the worker's end.
 fn notice_sockets() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     rustix::io::ioctl_fionbio(&ours, true)?;

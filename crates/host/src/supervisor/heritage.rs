@@ -1,17 +1,17 @@
-//! What outlives a supervisor: what the keeper is told, and how the next supervisor takes it over.
+//! The state that outlives a supervisor: how it is stored in the keeper, and how the next supervisor takes it over.
 
 use super::*;
 use crate::network::Enrolment;
 use crate::process::Child;
 use crate::source::{self, Bulletin};
 
-/// First words of the keys of what the keeper has; the group follows, and for a vRNIC its name.
+/// First words of the keeper's keys. The group follows, and for a vRNIC its name.
 pub(super) const GROUP: &str = "group";
 const SOCKETS: &str = "sockets";
 const VRNIC: &str = "vrnic";
 const SECRETS: &str = "secrets";
 
-/// What a supervisor that died has left.
+/// The state that a dead supervisor has left.
 pub(super) struct Heritage {
     keeper: Keeper,
     groups: Vec<(KeptGroup, Vec<OwnedFd>)>,
@@ -21,10 +21,10 @@ pub(super) struct Heritage {
 }
 
 impl Heritage {
-    /// Finds it.
+    /// Reads the state from a dead supervisor's keeper, if there is one.
     ///
     /// # Errors
-    /// It is of another version: one line.
+    /// The keeper is of another version: one line.
     pub fn find(dir: &Path) -> io::Result<Option<Heritage>> {
         let mut keeper = match Keeper::find(dir) {
             Ok(keeper) => keeper,
@@ -58,7 +58,7 @@ impl Heritage {
         Ok(Some(h))
     }
 
-    /// Ends the workers that were left, and the keeper.
+    /// Ends the workers and the keeper of the dead supervisor.
     pub fn end(self) {
         for (kept, fds) in self.groups {
             if let Some(pidfd) = fds.into_iter().nth(1) {
@@ -70,11 +70,11 @@ impl Heritage {
         self.keeper.end();
     }
 
-    /// The network of before, if there was one and the configuration has one that fits. What does not fit is ended, and there is no
-    /// heritage any more.
+    /// Takes over the network, if there was one that fits the configuration. If it does not fit, all former workers and
+    /// the keeper are ended, and the returned `Heritage` is `None`.
     ///
     /// # Errors
-    /// Those of [`Network::open`].
+    /// Errors of [`Network::open`].
     pub fn network(
         mut heritage: Option<Heritage>,
         config: Option<&WireConfig>,
@@ -105,7 +105,7 @@ impl Heritage {
 }
 
 impl Supervisor {
-    /// Takes over what a supervisor that died has left.
+    /// Takes over the groups of a dead supervisor.
     pub(super) fn inherit(self: &Arc<Self>, heritage: Heritage) {
         let Heritage { keeper, groups, mut members, mut secrets, .. } = heritage;
         *lock(&self.keeper) = Some(keeper);
@@ -122,7 +122,7 @@ impl Supervisor {
         self.tell_workers();
     }
 
-    /// A group of another supervisor is known from now on.
+    /// Registers a group of a dead supervisor, and starts its worker if that has died.
     fn take_over(self: &Arc<Self>, group: Group) {
         let group = Arc::new(group);
         {
@@ -151,7 +151,7 @@ impl Supervisor {
         self.revive(group);
     }
 
-    /// Removes the directories of vRNICs and the sockets of workers that nobody serves.
+    /// Removes the directories of unknown vRNICs and the sockets of unknown workers.
     pub(super) fn remove_unserved(&self) -> io::Result<()> {
         let names = self.names();
         let entries = |d: PathBuf| std::fs::read_dir(d)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<PathBuf>>>();
@@ -163,7 +163,7 @@ impl Supervisor {
             }
         }
         for path in entries(self.around.doors.clone())?.iter().filter(|p| !names.groups.contains_key(&stem(p))) {
-            // A worker without a keeper: nobody has its vRNICs' sockets any more.
+            // A worker without a keeper is ended: no process has its vRNICs' sockets any more.
             group::end_stranger(path);
             let _ = std::fs::remove_file(path);
         }
@@ -176,7 +176,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets the keeper have what is new. If that fails the keeper is about to be replaced by one that is told all.
+    /// Calls the keeper. After an error it will be replaced by a new one that gets everything, so the error is ignored.
     pub(super) fn with_keeper(&self, f: impl FnOnce(&mut Keeper) -> io::Result<()>) {
         let mut keeper = lock(&self.keeper);
         if let Some(Err(e)) = keeper.as_mut().map(f) {
@@ -184,7 +184,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets the keeper have a group.
+    /// Stores a group in the keeper.
     pub(super) fn keep_group(&self, group: &Group, inner: &Inner) {
         if let Some((kept, fds)) = group.to_keep(inner) {
             let key = format!("{GROUP} {}", group.name);
@@ -192,7 +192,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets the keeper have a group's sockets of the network.
+    /// Stores a group's network sockets in the keeper.
     pub(super) fn keep_sockets(&self, group: &str) {
         let Some(n) = &self.around.network else { return };
         let kept = lock(n).to_keep(group);
@@ -204,7 +204,7 @@ impl Supervisor {
         });
     }
 
-    /// Lets the keeper have the secrets of a group as they are now, or forget them.
+    /// Stores a group's present secrets in the keeper, or removes them if there are none.
     pub(super) fn keep_secrets(&self, group: &Group, inner: &Inner) {
         let key = format!("{SECRETS} {}", group.name);
         self.with_keeper(|k| match &inner.secrets {
@@ -213,14 +213,14 @@ impl Supervisor {
         });
     }
 
-    /// Lets the keeper forget a group.
+    /// Removes a group from the keeper.
     pub(super) fn forget_group(&self, group: &str) {
         for kind in [GROUP, SOCKETS, SECRETS] {
             self.with_keeper(|k| k.forget(&format!("{kind} {group}")));
         }
     }
 
-    /// Lets the keeper have a vRNIC as it is now, or forget it.
+    /// Stores a vRNIC's present state in the keeper, or removes it if the vRNIC is gone.
     pub(super) fn keep_vrnic(&self, group: &Group, inner: &Inner, name: &str) {
         let key = format!("{VRNIC} {} {name}", group.name);
         self.with_keeper(|k| match inner.members.get(name) {
@@ -232,7 +232,7 @@ impl Supervisor {
         });
     }
 
-    /// The keeper has died: there is another one, which is told all.
+    /// Starts a new keeper after the former one has died, and stores everything in it.
     pub(super) fn replace_keeper(&self) {
         tracing::error!("the keeper has ended; there is another one");
         match Keeper::start(&self.dir) {

@@ -1,4 +1,4 @@
-//! What an administrator asks for: vRNICs, groups, attachment, status.
+//! Requests of administrators: vRNICs, groups, attachment, status.
 
 use super::secrets::NewSecret;
 use super::*;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use unirdma_formats::Guid;
 use unirdma_rnic::Share;
 
-/// A worker says once a second that a thread of it is stuck.
+/// Age up to which a notice of a stuck thread is current. The worker repeats it once a second.
 const STUCK_NOW: Duration = Duration::from_secs(3);
 
 type Reply = Result<Response, String>;
@@ -41,7 +41,7 @@ impl Supervisor {
                 Ok(Response::Rules(rules.unwrap_or_default()))
             }
             Request::GroupList => {
-                // Before that of the names.
+                // Locked before the names: see the order of locks.
                 let network = self.around.network.as_ref().map(|n| lock(n));
                 let vni = |g: &str| network.as_ref().and_then(|n| n.vni(g));
                 let names = self.names();
@@ -81,19 +81,20 @@ impl Supervisor {
         }
     }
 
-    /// An administration connection is closed, or the container whose connection it was has ended.
+    /// Releases everything that an administration connection holds. The connection is closed, or its container has
+    /// ended.
     pub(super) fn closed(&self, id: u64) {
         self.detach(id);
         self.stop_capture(id);
     }
 
-    /// The group that a vRNIC is in.
+    /// The group of a vRNIC.
     pub(super) fn group_with(&self, name: &str) -> Result<Arc<Group>, String> {
         let names = self.names();
         names.vrnics.get(name).and_then(|v| names.groups.get(&v.group)).cloned().ok_or_else(|| unknown(name))
     }
 
-    /// Changes something of a vRNIC with `f`, and lets the keeper have what changed.
+    /// Changes a vRNIC by `f`, and stores the new state in the keeper.
     fn change(
         &self,
         name: &str,
@@ -107,7 +108,7 @@ impl Supervisor {
         Ok(group)
     }
 
-    /// Makes a group; with a secret, if there is one of a file.
+    /// Makes a group. `secret` is `Some` if it has a secret, which is read from the file.
     pub(super) fn make_group(self: &Arc<Self>, name: &str, weight: u32, secret: Option<Option<OwnedFd>>) -> Reply {
         vrnic::check_name("group", name)?;
         check_weight(weight)?;
@@ -188,7 +189,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Makes a vRNIC. Without a MAC and a GUID it has those that follow from its group and addresses.
+    /// Makes a vRNIC. If `hardware` is `None`, its MAC and GUID are derived from its group and addresses.
     pub(super) fn add_vrnic_as(&self, add: &AddVrnic, hardware: Option<Hardware>, up: bool) -> Reply {
         vrnic::check_name("vRNIC", &add.name)?;
         let share = add.share.apply(Share::default())?;
@@ -204,7 +205,7 @@ impl Supervisor {
         self.show(&add.name, false)
     }
 
-    /// Takes a name and addresses for a vRNIC to be.
+    /// Reserves the name and the addresses of a new vRNIC.
     fn reserve(
         &self,
         add: &AddVrnic,
@@ -257,7 +258,7 @@ impl Supervisor {
         let mut inner = group.lock();
         let sessions = match group.call(&mut inner, &Call::Show { name: name.into(), whole: false }, &[]) {
             Ok(Answer::Vrnic(v)) => v.sessions,
-            // Nobody uses a vRNIC that has no worker.
+            // Without a worker, no program uses the vRNIC.
             _ => 0,
         };
         if !force && (sessions > 0 || member(&mut inner, name)?.attached.is_some()) {
@@ -266,7 +267,7 @@ impl Supervisor {
             ));
         }
         inner.members.remove(name).ok_or_else(|| unknown(name))?;
-        // A worker that does not do it is ended, and the next one is not told of this vRNIC.
+        // A worker that does not answer is killed, and the next one will not get this vRNIC.
         let _ = group.call(&mut inner, &Call::Remove { name: name.into() }, &[]);
         self.keep_vrnic(&group, &inner, name);
         let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
@@ -292,7 +293,7 @@ impl Supervisor {
         self.show(name, false)
     }
 
-    /// From now on a vRNIC has this share and these limits.
+    /// Sets a vRNIC's whole share, its permission and its limits.
     pub(super) fn set_whole(&self, name: &str, share: Share, spoof: bool, held: SetHeld) -> Result<(), String> {
         self.change(name, |group, inner| {
             group.call(inner, &Call::Share { name: name.into(), share }, &[])?;
@@ -382,7 +383,7 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    /// Takes out the interface that came by this connection, if one did, and its container.
+    /// Detaches the interface and the container that were attached by this connection.
     fn detach(&self, id: u64) {
         let groups: Vec<Arc<Group>> = {
             let mut names = self.names();
@@ -401,7 +402,7 @@ impl Supervisor {
         }
     }
 
-    /// Lets the worker of a vRNIC, or all of them, send what passes to the descriptor.
+    /// Lets the worker of a vRNIC, or all workers, send packets to the descriptor.
     fn capture(&self, id: u64, vrnic: Option<String>, snap: u32, fd: Option<OwnedFd>) -> Reply {
         let groups = match &vrnic {
             Some(name) => vec![self.group_with(name)?],
@@ -431,7 +432,7 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    /// Ends the capture of a connection, if it has one; how many packets were lost.
+    /// Ends the capture of a connection, if it has one. Returns the number of lost packets.
     fn stop_capture(&self, id: u64) -> Option<u64> {
         lock(&self.capturing).take_if(|c| *c == id)?;
         let mut lost = 0;
@@ -446,7 +447,7 @@ impl Supervisor {
         Some(lost)
     }
 
-    /// All vRNICs. Of one whose worker does not answer only what is known here.
+    /// All vRNICs. If a worker does not answer, only the supervisor's part is filled in.
     pub(super) fn list(&self) -> Vec<VrnicInfo> {
         let mut all = BTreeMap::new();
         for group in self.groups() {
@@ -476,7 +477,7 @@ impl Supervisor {
         Ok(Response::Vrnic(Box::new(v)))
     }
 
-    /// Adds to what a worker says of a vRNIC what is known here.
+    /// Adds the supervisor's part to a worker's description of a vRNIC.
     fn complete(&self, told: VrnicInfo, group: &Group, m: &Member) -> VrnicInfo {
         let Hardware { mac, guid } = m.new.hardware;
         VrnicInfo {
@@ -517,7 +518,7 @@ impl Supervisor {
             });
             all.add(&told);
         }
-        // Each lock is given back before the next one is taken.
+        // Each lock is released before the next one is taken.
         let vrnics = self.names().vrnics.len();
         let wire = self.around.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel));
         StatusInfo {
@@ -554,7 +555,7 @@ impl Names {
         members.find(|(_, v)| v.ips.iter().any(|o| vrnic::same_address(o, ip))).map(|(n, _)| n.as_str())
     }
 
-    /// Says why a vRNIC of `group` cannot get an address.
+    /// Refuses an address that a vRNIC of `group` cannot get.
     fn check_free(&self, ip: &IpNet, group: &str) -> Result<(), String> {
         if let Some(other) = self.holder(ip, group) {
             return Err(format!(
@@ -579,19 +580,20 @@ fn unknown(name: &str) -> String {
     format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
 }
 
-/// The thread of a group's worker that is stuck now, and for how long.
+/// The thread of a group's worker that is stuck at present, and for how long.
 pub(super) fn stuck(inner: &Inner) -> Option<String> {
     inner.stuck.as_ref().filter(|s| s.1.elapsed() < STUCK_NOW).map(|s| s.0.clone())
 }
 
-/// Memory of a process that is its own, bytes: not its program, which all share, and not that of its tenants' files.
+/// Anonymous memory of a process, bytes. Neither the program's file, which all workers share, nor the tenants' memory
+/// files count.
 pub(super) fn memory_of(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let kib = status.lines().find_map(|l| l.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     kib.unwrap_or(0) * 1024
 }
 
-/// The PID of a pidfd's process, if it still runs. (A child that has ended and was not waited for yet counts as running.)
+/// The PID of a pidfd's process, if it still runs. A zombie counts as running.
 fn process_of(pidfd: &OwnedFd) -> Option<i32> {
     use std::os::fd::AsRawFd;
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
@@ -599,7 +601,7 @@ fn process_of(pidfd: &OwnedFd) -> Option<i32> {
     (pid > 0).then_some(pid)
 }
 
-/// Says why a vRNIC that has these addresses cannot get a further one.
+/// Refuses an address that a vRNIC with the addresses `have` cannot get in addition.
 fn check_together(have: &[IpNet], ip: &IpNet) -> Result<(), String> {
     if have.iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4()) {
         return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));

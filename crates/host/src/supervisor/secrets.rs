@@ -1,6 +1,7 @@
-//! The secrets of groups: who says them, and who is told.
+//! The secrets of groups, and their distribution.
 //!
-//! This process has them as memory files that are not mapped, so that they are in no core dump, and reads one only to change it.
+//! This process has them as memory files that are not mapped, so that they are in no core dump. It reads one only to
+//! change it.
 
 use super::group::SealNote;
 use super::*;
@@ -9,21 +10,21 @@ use crate::network::SealedWith;
 use crate::protocol::Call;
 use crate::seal::{GroupSecrets, Secret, Secrets};
 
-/// What an administrator wants of secrets.
+/// An administrator's change of secrets.
 pub(super) enum NewSecret {
-    /// This one is sent with. Those before it are taken on.
+    /// Send with this secret. Earlier ones are still accepted.
     Rotate(Secret),
-    /// Only the one that is sent with is taken any more.
+    /// Only the secret to send with is still accepted.
     ForgetOld,
-    /// There is none any more.
+    /// There is no secret any more.
     None,
 }
 
 impl NewSecret {
-    /// As an administrator says, who may have sent a file along.
+    /// The change that an administrator requests, with the file sent along, if there is one.
     ///
     /// # Errors
-    /// One line: the file has no secret.
+    /// One line: the file contains no secret.
     pub fn read(change: SecretChange, file: Option<OwnedFd>) -> Result<NewSecret, String> {
         Ok(match change {
             SecretChange::None => NewSecret::None,
@@ -32,7 +33,7 @@ impl NewSecret {
         })
     }
 
-    /// What becomes of the secrets of `whose`.
+    /// The secrets of `whose` after the change.
     fn after(&self, had: Option<&Secrets>, whose: &str) -> Result<Option<Secrets>, String> {
         let mut secrets = had.cloned();
         match (self, &mut secrets) {
@@ -46,18 +47,17 @@ impl NewSecret {
     }
 }
 
-/// The secrets that a group has.
+/// The secrets of a group.
 fn secrets_in(group: &Group, inner: &Inner) -> Result<GroupSecrets, String> {
     let had = inner.secrets.as_ref().map(GroupSecrets::of_file).transpose();
     had.map(Option::unwrap_or_default).map_err(|e| format!("the secrets of group {} cannot be read: {e}", group.name))
 }
 
 impl Supervisor {
-    /// Gives a group secrets in the place of those that it has. Its worker, and whoever takes over from this process, have them when this
-    /// returns.
+    /// Replaces the secrets of a group. When this returns, its worker and the keeper have them.
     ///
     /// # Errors
-    /// One line: there is no such group, or its worker does not take them.
+    /// One line: this host has no network, or the worker does not accept the secrets.
     pub(super) fn set_secrets(&self, group: &Group, inner: &mut Inner, secrets: &GroupSecrets) -> Result<(), String> {
         if self.around.network.is_none() {
             return Err("a secret is for packets between hosts, and this one serves no others (`unirdma host --address IP --peers FILE`)".into());
@@ -72,7 +72,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// What else follows from a group's secrets.
+    /// Updates the properties of a group's secrets, here and in the network.
     pub(super) fn note_secrets(&self, group: &Group, inner: &Inner) {
         let secrets = secrets_in(group, inner).unwrap_or_default();
         group.set_seal_note(SealNote {
@@ -85,7 +85,7 @@ impl Supervisor {
         }
     }
 
-    /// Changes the secrets of a group, or those of it and another one.
+    /// Changes a group's own secret, or the secret that it shares with another group.
     ///
     /// # Errors
     /// One line.
@@ -104,7 +104,7 @@ impl Supervisor {
         self.set_secrets(group, &mut inner, &secrets)
     }
 
-    /// Changes the secrets of a group and another one, which may be here, too, and then has the same afterwards.
+    /// Changes the secret of a pair of groups, for `group` and for `other` if that is on this host, too.
     ///
     /// # Errors
     /// One line.
@@ -118,7 +118,7 @@ impl Supervisor {
         there.map_or(Ok(()), |there| self.change_secrets(&there, Some(&group.name), new))
     }
 
-    /// A group that has just been made has those secrets with other groups of this host that they have with it.
+    /// Gives a new group the secrets that other groups of this host share with it.
     ///
     /// # Errors
     /// One line.

@@ -86,7 +86,8 @@ fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
         assert_eq!((send(&mut h0, &mut tx), h1.count("default")), (0, 200));
     }
     assert_eq!(h1.seal_drops("default"), [0; 3]);
-    // What others send from the host's address and port: as packets are without a secret, and as if they had one.
+    // Packets of attackers from the host's address and port: in the form of packets without a secret, and as if they
+    // had a secret.
     let plain = |from: IpAddr, qpn: u32, port: u16| {
         let [_, x, y, z] = qpn.to_be_bytes();
         let body = [&[4, 0, 0xff, 0xff, 0, x, y, z][..], &[9; 600]].concat();
@@ -109,7 +110,7 @@ fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
         assert_eq!(h1.seal_drops("default")[1], 1 + n, "kind {kind}");
     }
     assert_eq!(h1.seal_drops("default"), [2, 5, 0]);
-    // What was sealed comes again, also to another address than it was sealed for.
+    // Sealed packets are replayed, also to another address than they were sealed for.
     let theirs = h1.workers["default"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     h0.tunnel("default").send(0, &frame);
     let mut bytes = vec![0; 2000];
@@ -243,7 +244,7 @@ fn nobody_without_the_secret_can_disagree_about_a_number() {
     assert_eq!(talk(&h0, &h1), [frame]);
 }
 
-/// What the hosts of two groups that a rule joins have in their peers files.
+/// The peers file of the hosts of two groups that a rule joins.
 fn joined_places(red: IpAddr, blue: IpAddr) -> String {
     format!(
         "group red vni 7\ngroup blue vni 8\n10.0.0.1 red {red}\n10.0.0.2 blue {blue}\nrule allow from group:red to group:blue both\n"
@@ -254,7 +255,7 @@ fn pair(other: &str, secrets: &Secrets, own: Option<Secrets>) -> GroupSecrets {
     GroupSecrets { own, with: BTreeMap::from([(other.to_string(), secrets.clone())]) }
 }
 
-/// A frame of red's 10.0.0.1 to blue's 10.0.0.2, as far as the tunnel looks at it.
+/// A frame of red's 10.0.0.1 to blue's 10.0.0.2, with the fields that the tunnel reads.
 fn ip_frame() -> Vec<u8> {
     let mut f = frame([6, 0, 0, 0, 0, 1]);
     f[12..14].copy_from_slice(&[8, 0]);
@@ -279,7 +280,7 @@ fn send_across(h: &mut Host, tx: &mut Tx, to: IpAddr, qpn: u32, n: u8) -> u64 {
     port.counters().send_errors - before
 }
 
-/// What has come to blue at the port: the group of each sender, and whether it was sealed.
+/// The packets received at blue's port: the group of each sender, and whether it was sealed.
 fn came(h: &mut Host) -> Vec<(Option<u32>, bool)> {
     let mut all = Vec::new();
     let port = &mut h.workers.get_mut("blue").unwrap().port;
@@ -334,7 +335,7 @@ fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
     let silent = |h: &Host, g: &str| h.tunnel(g).seal_info().joined[0].silent.clone();
     assert!(silent(&h0, "red").is_empty() && silent(&h1, "blue").is_empty());
     assert_eq!(h1.seal_drops("blue"), [0; 3]);
-    // Whoever has red's host, but not the secret of the two: not sealed, sealed for red itself, and a copy.
+    // Attacks from red's host without the secret of the two groups: a plain packet, and a replay.
     let own = h0.workers["red"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     let theirs = h1.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     let plain = [&unirdma_formats::net::vxlan_from(8, 7)[..], &ip_frame()].concat();
