@@ -1,4 +1,4 @@
-//! Makes Rust of the .proto files for etcd, without `protoc`.
+//! Generates Rust from the .proto files of etcd, without `protoc`.
 
 use std::error::Error;
 

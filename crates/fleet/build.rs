@@ -1,5 +1,5 @@
-//! Makes Rust of the messages and services in `proto/`: structures, their canonical JSON, and gRPC. Compiles the .proto file by itself, so
-//! that no `protoc` is needed.
+//! Generates Rust from the messages and services in `proto/`: structures, their canonical JSON, and gRPC. protox
+//! compiles the .proto files, so `protoc` is not needed.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         .build_client(feature("CLIENT"))
         .build_server(feature("SERVER"))
-        // Connections are made by those who use the code: with TLS, or in tests without a network.
+        // Callers make the connections: with TLS, or in tests without a network.
         .build_transport(false)
         .compile_fds(files)?;
     pbjson_build::Builder::new().register_descriptors(&bytes)?.build(&[".unirdma.fleet.v1"])?;

@@ -1,4 +1,5 @@
-//! The centre without a network: what it gives, refuses and tells, and that what it tells in pieces is what it would tell as a whole.
+//! The centre without a network: choices, refusals and updates. Updates in pieces lead to the same state as a whole
+//! update.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +10,7 @@ use unirdma_fleet::{Actor, Centre, Desk, Outcome, Plan, Refusal, RefusalKind, ST
 
 const NOW: u64 = 1_800_000_000_000;
 
-/// A centre with its store, and hosts that take what they are told.
+/// A centre with its store, and hosts that apply their updates.
 struct World {
     centre: Centre,
     desk: Desk,
@@ -50,7 +51,7 @@ impl Default for Told {
 }
 
 impl Told {
-    /// The revision that it has.
+    /// The revision that the host has.
     fn revision(&self) -> Option<u64> {
         Some(self.agent.status(0).revision).filter(|r| *r > 0)
     }
@@ -150,7 +151,7 @@ impl World {
         found.filter_map(|o| if let Object::Vrnic(v) = o { Some(v) } else { None }).find(|v| v.name == name).unwrap()
     }
 
-    /// Lets all hosts hear what they lack. Says how many items each got.
+    /// Sends all hosts their updates. Returns the number of items that each got.
     fn tell(&mut self) -> BTreeMap<String, usize> {
         let mut counts = BTreeMap::new();
         for (name, told) in &mut self.hosts {
@@ -197,7 +198,7 @@ fn what_is_missing_is_given_and_kept() {
     let again = w.apply([vrnic("b", "blue", "", &[])]).unwrap();
     assert!(again.changes.is_empty(), "{again:?}");
     assert_eq!(w.centre.revision(), again.revision);
-    // Addresses change hands in one step.
+    // Addresses are exchanged within one call.
     w.apply([vrnic("b", "blue", "", &["10.0.0.1"]), vrnic("a", "blue", "", &["10.0.0.2"])]).unwrap();
     assert_eq!((w.vrnic("a").ips, w.vrnic("b").mac), (vec!["10.0.0.2/16".to_owned()], b.mac));
     // Stated addresses are taken before the centre chooses others, and a freed address is not reused at once.
@@ -327,7 +328,7 @@ fn a_secret_of_two_groups_is_for_hosts_that_have_one_of_them_as_long_as_a_rule_j
     let pair = "secret blue red 1";
     w.tell();
     assert_eq!((secrets(&w, "h1"), secrets(&w, "h2")), (vec!["secret red  1".to_owned()], vec![]));
-    // Of blue one vRNIC only: a host that has another one of blue needs no secret with red.
+    // The rule names a single vRNIC of blue. A host that has only other vRNICs of blue needs no secret with red.
     w.apply([rule("x", "group:red", "vrnic:b")]).unwrap();
     w.tell();
     assert_eq!(
@@ -552,7 +553,7 @@ fn hosts_bring_what_their_administrators_made() {
         Denied,
         "may_add = false",
     );
-    // Its programs keep it where it is.
+    // The vRNIC cannot be moved while programs use it.
     w.apply([vrnic("m", "default", "h1", &[])]).unwrap();
     w.centre.report(
         "h1",
@@ -634,10 +635,10 @@ fn rates_follow_from_two_reports_and_end_with_the_traffic() {
     assert_eq!(news(&w), [(0, 0, vec![0])], "one report says nothing of time");
     report(&mut w, vec![state(80_000, vec![connection("p", 70_000), connection("q", 10_000)])]);
     assert_eq!(news(&w), [(6_000, 6, vec![4_000, 2_000])]);
-    // The queue pairs of q are closed, and some of p.
+    // All queue pairs of q are closed, and some of p's.
     report(&mut w, vec![state(90_000, vec![connection("p", 40_000)])]);
     assert_eq!(news(&w), [(2_000, 2, vec![0])]);
-    // A worker that was started anew counts from nothing.
+    // A restarted worker counts from 0.
     report(&mut w, vec![state(5_000, Vec::new())]);
     assert_eq!(news(&w), [(1_000, 1, vec![])]);
     // A vRNIC that is not reported has not changed: its rates become 0, which is reported once.
@@ -649,7 +650,7 @@ fn rates_follow_from_two_reports_and_end_with_the_traffic() {
     assert_eq!(news(&w), [(1_000, 1, vec![])], "by the time since the last report, in which it did nothing");
     w.centre.goodbye("h1", 5, w.now);
     assert_eq!(news(&w), [(0, 0, vec![])], "nothing is known of a host that is away");
-    // Time that goes backwards, and figures as large as can be, break nothing.
+    // A clock that goes backwards, and the largest numbers, are harmless.
     w.now -= 60_000;
     report(&mut w, vec![state(u64::MAX, vec![connection("p", u64::MAX)])]);
     w.now -= 60_000;
@@ -677,7 +678,7 @@ fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets
     );
     assert_eq!(w.centre.updates("h1", Some(w.centre.revision())), []);
     assert!(w.centre.updates("h1", Some(told + 99))[0].whole);
-    // The backup has not seen b, and counts the same revision for something else.
+    // The backup does not contain b, and the centre uses the same revision for another change.
     let later = w.centre.revision();
     (w.centre, w.desk) = Centre::load(backup.0, &backup.1, [1; 32]).unwrap();
     w.store = backup.1.into_iter().map(|r| (r.key, r.value.unwrap())).collect();
@@ -696,16 +697,16 @@ fn what_does_not_concern_a_host_is_in_force_there_at_once() {
     let first = w.centre.revision();
     w.centre.told("h1", first);
     assert_eq!(applied(&w), 0);
-    // It has not said yet that it has the first one in force when it is told that nothing else concerns it.
+    // The host has not yet reported the first revision when a change comes that does not concern it.
     w.apply([group("red", &[])]).unwrap();
     assert_eq!(w.centre.updates("h1", Some(first)), []);
     w.centre.told("h1", w.centre.revision());
     assert_eq!(applied(&w), 0);
     w.centre.applied("h1", &v1::Applied { revision: first, ..Default::default() }, w.now);
     assert_eq!(applied(&w), w.centre.revision());
-    // Then nothing is kept for it that came before.
+    // Then earlier changes are no longer remembered for the host.
     assert!(w.centre.updates("h1", Some(first - 1))[0].whole && w.centre.updates("h1", Some(first)).is_empty());
-    // With something that concerns it, it has to say so.
+    // A change that concerns the host is in force only when the host has reported it.
     w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
     assert_eq!(applied(&w), first);
     w.centre.told("h1", w.centre.revision());
@@ -727,7 +728,8 @@ fn what_a_host_loses_with_a_group_is_not_told_one_by_one() {
     w.apply([vrnic("a", "blue", "h2", &[])]).unwrap();
     let news = w.centre.updates("h1", told);
     assert!(news.len() == 1 && !news[0].whole && news[0].put.is_empty() && news[0].gone.len() <= 3, "{news:?}");
-    // The same in several steps, in one of which a vRNIC is made anew in a group that goes, and was in one that stays.
+    // The same in several steps. In one of them, a vRNIC is removed from a group that stays, and made again in a group
+    // that goes.
     w.tell();
     assert_eq!(w.sees("h1"), ["group red", "peer s", "place h3", "vrnic r"]);
     w.apply([vrnic("a", "blue", "h1", &[])]).unwrap();
@@ -751,7 +753,7 @@ fn a_host_that_more_concerns_than_is_remembered_is_told_everything() {
     assert!(w.centre.updates("h1", Some(before))[0].whole);
     assert_eq!(w.centre.updates("h3", Some(before)), []);
     w.tell();
-    // From then on it hears what changes again. One that is on no host concerns nobody.
+    // Afterwards the host gets single changes again. A vRNIC on no host concerns nobody.
     let told = w.centre.revision();
     w.apply([vrnic("aside", "blue", "", &[])]).unwrap();
     assert_eq!(w.centre.updates("h1", Some(told)), []);
@@ -787,7 +789,7 @@ fn a_change_among_many_costs_what_it_touches() {
         .unwrap();
     assert!(moved.plan.as_ref().is_some_and(|p| p.writes.len() == 2), "the vRNIC and the audit log");
     w.keep(moved);
-    // Group g4 is on h0 only, with 100 vRNICs, so h3 learns of 99 others; nobody else hears of it.
+    // Group g4 is only on h0, with 100 vRNICs, so h3 gets 99 peers. No other host gets anything.
     let told = w.tell();
     assert!(told["h1"] == 0 && told["h2"] == 0 && told["h0"] <= 5 && (100..110).contains(&told["h3"]), "{told:?}");
 }
@@ -886,7 +888,7 @@ impl World {
         }
     }
 
-    /// There are the secrets of groups that are to have one, and of those that rules join with them, and no others.
+    /// Exactly the groups with `secret`, and the pairs with such a group that rules join, have secrets.
     fn check_secrets(&self) {
         let objects: Vec<Object> = self.all().into_iter().filter_map(|o| o.object).collect();
         let of = |end: &str| match end.split_once(':').unwrap() {

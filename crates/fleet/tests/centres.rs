@@ -1,10 +1,10 @@
-//! Several centres of one fleet: they follow the same store, and know of each other's hosts.
+//! Several centres of one fleet, which follow the same store and exchange the reports of their hosts.
 
 use unirdma_fleet::{Actor, Centre, Desk, Outcome, RefusalKind, Write, v1};
 
 const NOW: u64 = 1_800_000_000_000;
 
-/// Centres that commit the same changes, and the store that they read.
+/// Centres that commit the same changes, with their store.
 struct Fleet {
     centres: Vec<Centre>,
     desks: Vec<Desk>,
@@ -92,7 +92,7 @@ fn a_list_makes_a_follower_what_the_changes_would_have_made_it() {
     assert_eq!(late.updates("h1", None), fleet.centres[0].updates("h1", None));
     let again = desk.catch_up(plan.revision, &list).unwrap();
     assert!(late.publish(&mut desk, again).is_empty());
-    // A store that went back, or is another one's.
+    // A store with an older revision, and a store of another fleet.
     assert!(desk.catch_up(at, &old).err().unwrap().what.contains("it was replaced; start this centre anew"));
     assert!(desk.catch_up(99, &Centre::found("other")).is_err());
 }
@@ -129,7 +129,7 @@ fn one_identity_is_connected_at_one_centre() {
     fleet.hello(0, "h1", 5, 100).unwrap();
     assert!(fleet.tell(0).is_empty());
     assert_eq!(fleet.hello(1, "h1", 6, 200), Err(RefusalKind::Conflict));
-    // The same host, which has left the first centre before that one noticed.
+    // The same host connects to another centre before the first one notices the end of its connection.
     fleet.hello(1, "h1", 5, 300).unwrap();
     assert_eq!(fleet.tell(1), [(0, "h1".into())]);
     assert!(fleet.tell(0).is_empty());
@@ -140,7 +140,7 @@ fn one_identity_is_connected_at_one_centre() {
     fleet.centres[1].goodbye("h1", 5, NOW);
     fleet.tell(1);
     assert!((0..3).all(|c| !fleet.state(c, "h1").connected));
-    // Two at the same time: all choose the same one.
+    // Two hosts connect at the same time: all centres choose the same one.
     fleet.hello(0, "h2", 9, 1).unwrap();
     fleet.hello(1, "h2", 8, 1).unwrap();
     assert_eq!(fleet.tell(0), []);

@@ -16,13 +16,13 @@ use tower::ServiceExt;
 
 use super::*;
 
-/// How often each call is tried. `UNIRDMA_FUZZ_ROUNDS` sets another number, for hours of it.
+/// How often each call is tried. `UNIRDMA_FUZZ_ROUNDS` sets another number, for runs of hours.
 const ROUNDS: usize = 25;
-/// How long an answer may take.
+/// Time limit for an answer.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How much this process, the centre in it, may grow.
+/// Most growth of this process's memory, which includes the centre's.
 const MOST_KIB: u64 = 256 << 10;
-/// Words of which nearly right messages are made.
+/// Words for nearly valid messages.
 const WORDS: [&str; 28] = [
     "",
     "a",
@@ -56,11 +56,11 @@ const WORDS: [&str; 28] = [
 const NUMBERS: [u64; 12] =
     [0, 1, 2, 3, 100, 255, 65_535, 65_536, 0xff_ffff, u32::MAX as u64, i64::MAX as u64, u64::MAX];
 
-/// Numbers that look random, the same in each run.
+/// Pseudo-random numbers, the same in each run.
 struct Dice(u64);
 
 impl Dice {
-    /// Below `n`.
+    /// A number below `n`.
     fn below(&mut self, n: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -69,7 +69,7 @@ impl Dice {
         ((z ^ (z >> 31)) % n as u64) as usize
     }
 
-    /// True once in `n` times.
+    /// True in one of `n` cases.
     fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
@@ -109,7 +109,7 @@ impl Proto {
         found.unwrap_or_else(|| panic!("no enumeration {name}")).1
     }
 
-    /// How often a field is there.
+    /// How often a field is put into a message.
     fn count(dice: &mut Dice, field: &FieldDescriptorProto, depth: usize) -> usize {
         match (field.label(), field.r#type()) {
             (_, Type::Message) if depth == 0 => 0,
@@ -118,7 +118,7 @@ impl Proto {
         }
     }
 
-    /// A message on the wire, each field with a value that it might have.
+    /// A binary message. Each field has a plausible value.
     fn wire(&self, dice: &mut Dice, name: &str, depth: usize) -> Vec<u8> {
         use prost::encoding::encode_varint;
         let mut out = Vec::new();
@@ -171,7 +171,7 @@ impl Proto {
 
     fn json_value(&self, dice: &mut Dice, field: &FieldDescriptorProto, depth: usize) -> serde_json::Value {
         if dice.once_in(12) {
-            // Of another type than it must be.
+            // A value of a wrong type.
             return dice.of::<fn() -> serde_json::Value>(&[
                 || serde_json::Value::Null,
                 || serde_json::json!([[[]]]),
@@ -209,7 +209,7 @@ fn spoil(dice: &mut Dice, bytes: &mut Vec<u8>) {
     }
 }
 
-/// A message as gRPC frames it; once in a while its length is wrong.
+/// A message in a gRPC frame, whose length is sometimes wrong.
 fn frame(dice: &mut Dice, message: &[u8]) -> Vec<u8> {
     let length = match dice.below(24) {
         0 => u32::MAX,
@@ -230,7 +230,7 @@ struct Answer {
     body: Vec<u8>,
 }
 
-/// Calls, and reads until the answer ends, or is silent for a moment if it is one that goes on.
+/// Makes a call, and reads its answer to the end. If the answer `goes_on`, reads until it pauses.
 async fn call(channel: &Channel, request: Request<Body>, goes_on: bool) -> Answer {
     let what = format!("{} {}", request.method(), request.uri());
     let begun = Instant::now();
@@ -257,7 +257,8 @@ async fn call(channel: &Channel, request: Request<Body>, goes_on: bool) -> Answe
     found
 }
 
-/// The newest change that was made with a token. The centre makes changes by itself, and hosts may still be at theirs.
+/// The newest change made with a token. Changes of the centre itself are ignored, and hosts' changes, which may still
+/// come.
 async fn newest(lab: &Lab, fleet: &mut FleetClient<Channel>) -> u64 {
     let entries = fleet.audit(lab.by(&lab.admin, v1::AuditRequest { limit: 300, before: 0 })).await.unwrap();
     let by_token = |e: &&v1::AuditEntry| e.who != "centre" && !e.who.starts_with("host ");
@@ -274,7 +275,7 @@ fn rounds() -> usize {
     std::env::var("UNIRDMA_FUZZ_ROUNDS").ok().map_or(ROUNDS, |n| n.parse().unwrap())
 }
 
-/// Counts panics of this process: the centre's tasks are in it, and would hide theirs.
+/// Counts panics of this process. The centre's tasks run in it and would hide their panics.
 fn panics() -> &'static AtomicU32 {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     static ONCE: std::sync::Once = std::sync::Once::new();
@@ -301,12 +302,12 @@ async fn fleet_of_two() -> (Lab, Channel, Channel) {
 fn objects() -> Vec<Object> {
     let host = |name: &str| v1::Host { name: name.into(), ..Default::default() }.into();
     let rule = v1::Rule { name: "r".into(), from: "group:blue".into(), to: "vrnic:b".into(), ..Default::default() };
-    // The rule joins both groups, so that they may not have an address twice.
+    // The rule joins both groups, so they must not have a common address.
     let b = v1::Vrnic { name: "b".into(), group: "red".into(), ips: vec!["10.0.5.5".into()], ..Default::default() };
     vec![host("h1"), host("h2"), group("blue"), group("red"), vrnic("a", "blue", "h1"), b.into(), rule.into()]
 }
 
-/// The state that is left can be read again: what came in by calls is what records may have.
+/// The centre can load the resulting state again: calls created only records that the store may have.
 async fn can_be_loaded_again(lab: Lab, mut fleet: FleetClient<Channel>) {
     let request = || v1::GetRequest { kind: v1::Kind::Vrnic.into(), ..Default::default() };
     let before = fleet.get(lab.by(&lab.admin, request())).await.unwrap().into_inner();
@@ -336,7 +337,7 @@ async fn no_message_of_grpc_breaks_the_centre() {
             let mut body = Vec::new();
             for n in 0..streamed {
                 let mut message = match (method.name(), n) {
-                    // Behind a right Hello more is heard.
+                    // After a valid Hello, the centre reads further messages.
                     ("Attach", 0) if !dice.once_in(4) => {
                         v1::FromHost { message: Some(from_host::Message::Hello(hello())) }.encode_to_vec()
                     }

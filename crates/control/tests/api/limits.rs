@@ -8,18 +8,19 @@ use tower::ServiceExt;
 use super::*;
 
 const MIB: usize = 1 << 20;
-/// Calls of a tenant's token, connections of an address that nobody knows, and of one that reads metrics.
+/// Limits of calls of a tenant's token, of connections of an unknown address, and of connections of an address that
+/// reads metrics.
 const CALLS: usize = 64;
 const CONNECTIONS: usize = 512;
 const SCRAPERS: usize = 8;
 
-/// A body of which this is the end that sends. It ends when this is dropped.
+/// The sending end of a body. The body ends when this is dropped.
 type Sender = mpsc::Sender<Result<Bytes, std::io::Error>>;
 
-/// A call that is under way.
+/// A call in progress.
 type Answering = tokio::task::JoinHandle<Result<Answered<tonic::body::Body>, tonic::transport::Error>>;
 
-/// Begins a call of gRPC whose body goes on.
+/// Begins a gRPC call with an unfinished body.
 fn begin(channel: &Channel, url: &str, call: &str, token: &str) -> (Sender, Answering) {
     let (send, receive) = mpsc::channel(1);
     let request = Asked::post(format!("{url}/unirdma.fleet.v1.{call}"))
@@ -38,7 +39,7 @@ async fn said(answer: Answering) -> Status {
     Status::from_header_map(answer.headers()).expect("the call goes on")
 }
 
-/// The head of a message of this length.
+/// The frame header of a message of this length.
 fn head(length: usize) -> Bytes {
     [&[0][..], &u32::try_from(length).unwrap().to_be_bytes()].concat().into()
 }
@@ -84,7 +85,7 @@ async fn a_call_is_refused_by_its_head_before_its_body_comes() {
     let status = said(answer).await;
     assert!(status.code() == Code::ResourceExhausted && status.message().contains("longer than 32 KiB"), "{status:?}");
 
-    // HTTP/1.1: nothing of the body is sent, or all of it.
+    // HTTP/1.1: the server answers after the head, or after a whole body.
     let lab = Lab::new(true).await;
     let mut half = TcpStream::connect(lab.address()).unwrap();
     half.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -149,7 +150,7 @@ async fn who_has_too_many_bytes_under_way_keeps_out_itself_until_they_are_gone()
         assert_eq!(feed(&send, 16 * MIB - MIB / 16).await, 16 * MIB - MIB / 16);
         held.push((send, answer));
     }
-    // It has 64 MiB at most. Another connection is of no help.
+    // The token's limit is 64 MiB. A second connection does not raise it.
     let other = lab.channel(None).await.unwrap();
     let (send, answer) = begin(&other, &lab.url, "Fleet/Apply", &one);
     send.send(Ok(head(MIB))).await.unwrap();
@@ -161,7 +162,7 @@ async fn who_has_too_many_bytes_under_way_keeps_out_itself_until_they_are_gone()
     let (code, answer) = lab.http("POST /api/v1/apply", &one, &vec![b' '; MIB]);
     assert!(code == 429 && answer.contains("token one has the most bytes"), "{code} {answer}");
 
-    // Others are served.
+    // Other callers are served.
     let put = || v1::ApplyRequest {
         objects: vec![v1::Object { object: Some(vrnic("x", "blue", "")), revision: 0 }],
         ..Default::default()
@@ -172,7 +173,7 @@ async fn who_has_too_many_bytes_under_way_keeps_out_itself_until_they_are_gone()
     let (code, answer) = lab.http("POST /api/v1/apply", &two, &[vec![b' '; MIB], b"{}".to_vec()].concat());
     assert_eq!(code, 200, "{answer}");
 
-    // Few bytes that would be gigabytes are refused before they are read as a message.
+    // A short message that would take gigabytes once it is decoded is refused before decoding.
     let (send, answer) = begin(&channel, &lab.url, "Fleet/Apply", &two);
     let many = Bytes::from([0x0a, 0].repeat(MIB));
     send.send(Ok(head(many.len()))).await.unwrap();
@@ -210,7 +211,7 @@ async fn who_has_too_many_calls_under_way_keeps_out_itself_until_they_are_gone()
     wait_until(|| lab.http("GET /api/v1/status", &one, b"").0 == 200).await;
 }
 
-/// Connections of an address that say nothing.
+/// Connections from an address that send nothing.
 async fn silent(from: &str, to: SocketAddr, n: usize) -> Vec<tokio::net::TcpStream> {
     let mut all = Vec::new();
     for _ in 0..n {
@@ -221,7 +222,7 @@ async fn silent(from: &str, to: SocketAddr, n: usize) -> Vec<tokio::net::TcpStre
     all
 }
 
-/// How many of them were closed by the centre, which happens soon.
+/// The number of connections that the centre has closed.
 async fn closed(all: &[tokio::net::TcpStream]) -> usize {
     let mut closed = 0;
     for stream in all {
@@ -244,7 +245,8 @@ async fn who_opens_too_many_connections_keeps_out_neither_others_nor_who_is_know
     wait_until_closed(&many, 50).await;
     lab.apply(vec![group("blue"), vrnic("a", "blue", "h1")]).await.unwrap();
     assert!(!h1.update().await.put.is_empty(), "who is known goes on");
-    // After three seconds the oldest one makes room for another of its address, which may be somebody with a token.
+    // After three seconds, the oldest connection is closed in favour of a new one of the same address, which may belong
+    // to a token.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let next = silent("127.0.0.2", lab.address(), 1).await;
     wait_until_closed(&many, 51).await;
@@ -255,7 +257,7 @@ async fn who_opens_too_many_connections_keeps_out_neither_others_nor_who_is_know
     wait_until_closed(&scrapers, 5).await;
     let mut stream = TcpStream::connect(at).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    // A body is not read.
+    // The server does not wait for a body.
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n").unwrap();
     let mut answer = [0; 15];
     stream.read_exact(&mut answer).unwrap();

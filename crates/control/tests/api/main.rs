@@ -1,4 +1,4 @@
-//! The centre over real sockets: certificates, roles, hosts, JSON, metrics, and what callers must not be able to do.
+//! The centre over real sockets: certificates, roles, hosts, JSON, metrics, and forbidden calls.
 
 mod fuzz;
 mod limits;
@@ -20,7 +20,7 @@ use unirdma_fleet::v1::{
     self, fleet_client::FleetClient, from_host, hosts_client::HostsClient, object::Object, to_host,
 };
 
-/// A centre that serves, in a directory of its own.
+/// A centre that serves, in a separate directory.
 struct Lab {
     dir: PathBuf,
     url: String,
@@ -29,7 +29,7 @@ struct Lab {
     task: tokio::task::JoinHandle<std::io::Result<()>>,
 }
 
-/// Waits until something is so.
+/// Waits until a condition is true.
 async fn wait_until(so: impl Fn() -> bool) {
     for _ in 0..400 {
         if so() {
@@ -70,7 +70,7 @@ impl Lab {
         Lab { dir, url, admin, metrics, task: tokio::spawn(listening.serve()) }
     }
 
-    /// Ends the centre. The tasks of connections let go of the store when they hear that theirs has ended.
+    /// Ends the centre. The tasks of its connections release the store when their connections have ended.
     async fn end(&self) {
         self.task.abort();
         for _ in 0..400 {
@@ -89,7 +89,7 @@ impl Lab {
         self.begin(options).await
     }
 
-    /// Starts another centre in the place of one that has ended.
+    /// Starts a centre after the former one has ended.
     async fn begin(mut self, options: Options) -> Lab {
         let listening = listen(&options).await.unwrap();
         self.url = listening.url.clone();
@@ -148,7 +148,7 @@ impl Lab {
         Identity::from_pem(certificate.pem(), key.serialize_pem())
     }
 
-    /// Lets a host join. Gives its certificate with its key.
+    /// Lets a host join. Returns its certificate with its key.
     async fn join(&self, host: &str) -> Identity {
         let token =
             self.token(v1::Token { role: v1::Role::Join.into(), host: host.into(), ..Default::default() }).await;
@@ -198,7 +198,7 @@ fn vrnic(name: &str, group: &str, host: &str) -> Object {
     v1::Vrnic { name: name.into(), group: group.into(), host: host.into(), ..Default::default() }.into()
 }
 
-/// A host's end of its connection.
+/// A host's side of its connection.
 struct Attached {
     send: mpsc::Sender<v1::FromHost>,
     receive: tonic::Streaming<v1::ToHost>,
@@ -220,7 +220,7 @@ impl Attached {
         Ok(Attached { send, receive })
     }
 
-    /// The next message that says something.
+    /// The next message that is not `Alive`.
     async fn next(&mut self) -> Option<to_host::Message> {
         loop {
             let m = tokio::time::timeout(Duration::from_secs(30), self.receive.message())
@@ -368,7 +368,7 @@ async fn callers_do_what_their_tokens_let_them_and_the_state_outlives_the_centre
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_fleet_is_copied_to_another_store_once_no_centre_runs_on_it() {
     let lab = Lab::new(false).await;
-    // More than a transaction takes, and revisions that are no count of records.
+    // More records than fit into a transaction, and a revision that differs from the number of records.
     for part in 0..4 {
         lab.apply((0..500).map(|n| vrnic(&format!("v{part}n{n}"), "default", "")).collect()).await.unwrap();
     }

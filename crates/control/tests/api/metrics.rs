@@ -16,7 +16,7 @@ fn scrape(at: SocketAddr) -> String {
     body.to_owned()
 }
 
-/// Its figures, by name and labels.
+/// The figures of a page, by name and labels.
 fn figures(page: &str) -> BTreeMap<&str, f64> {
     let lines = page.lines().filter(|l| !l.starts_with('#')).map(|l| l.rsplit_once(' ').unwrap());
     lines.map(|(series, value)| (series, value.parse().unwrap())).collect()
@@ -46,7 +46,7 @@ async fn a_scraper_reads_what_the_centre_does() {
         ("unirdma_control_hosts_connected", 1.0),
         ("unirdma_control_hosts_behind", 1.0),
         ("unirdma_control_hosts_with_problems", 0.0),
-        // Its Hello says no time at all, which is 1970.
+        // The host's Hello has the time 0, which is the year 1970.
         ("unirdma_control_hosts_clock_off", 1.0),
         ("unirdma_control_watchers", 1.0),
         ("unirdma_control_allocates", 1.0),
@@ -54,7 +54,7 @@ async fn a_scraper_reads_what_the_centre_does() {
     ] {
         assert_eq!(seen.get(series), Some(&value), "{series}\n{page}");
     }
-    // The joining host's second attempt with its token was one more.
+    // The second attempt of the joining host with the same token was refused, too.
     assert_eq!(seen["unirdma_control_refusals_total{reason=\"unauthenticated\"}"], 2.0, "{page}");
     assert!(seen["unirdma_control_updates_sent_bytes_total"] > 50.0);
     let commits = seen["unirdma_control_store_commit_seconds_count"];
@@ -88,8 +88,8 @@ async fn a_scraper_reads_what_the_centre_does() {
     assert_eq!(figures(&scrape(at))["unirdma_control_host_refusals_total"], 1.0);
 }
 
-/// https://prometheus.io/docs/practices/naming and the rules of `promtool check metrics`; and the number of series does not grow with the
-/// fleet.
+/// See https://prometheus.io/docs/practices/naming and the rules of `promtool check metrics`. The number of series must
+/// not grow with the fleet.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn names_follow_the_conventions_and_no_object_has_series_of_its_own() {
     let lab = Lab::with_metrics().await;
@@ -114,7 +114,7 @@ async fn names_follow_the_conventions_and_no_object_has_series_of_its_own() {
     lab.apply((0..9).map(|n| group(&format!("g{n}"))).collect()).await.unwrap();
     assert_eq!(scrape(at).lines().count(), before.lines().count());
 
-    // Each panel of the dashboard asks for series that are there.
+    // Each panel of the dashboard uses series that exist.
     let board: serde_json::Value =
         serde_json::from_str(include_str!("../../../../docs/grafana/unirdma-control.json")).unwrap();
     let mut expressions = Vec::new();

@@ -1,4 +1,4 @@
-//! Wrong input, over real sockets: one line that says what to do, and nothing is changed.
+//! Wrong input, over real sockets. The answer is one line that says what to do, and nothing is changed.
 
 use super::*;
 
@@ -53,7 +53,7 @@ async fn what_cannot_be_is_refused_in_a_line_and_changes_nothing() {
         (vec![rule("", "")], Code::InvalidArgument, "`` is no end of a rule; write group:NAME or vrnic:NAME"),
         (vec![rule("group:blue", "vrnic:z")], Code::NotFound, "there is no vRNIC z"),
         (vec![rule("group:nobody", "group:red")], Code::NotFound, "there is no group nobody"),
-        // All of it or nothing: the third of these is one too many.
+        // A call is executed completely or not at all. The third object is one too many.
         (
             vec![vrnic("s1", "small", ""), vrnic("s2", "small", ""), vrnic("s3", "small", "")],
             Code::ResourceExhausted,
@@ -132,7 +132,7 @@ async fn one_tenant_leaves_others_their_places_and_hears_nothing_of_them() {
     let mut other = fleet.watch(lab.by(&blue, v1::WatchRequest::default())).await.unwrap().into_inner();
     assert!(other.message().await.unwrap().is_some());
     held.clear();
-    // The places are free again when the centre has seen that the streams have ended.
+    // The places become free when the centre notices that the streams have ended.
     while fleet.watch(lab.by(&red, v1::WatchRequest::default())).await.is_err() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -190,7 +190,7 @@ async fn a_name_is_for_one_host_and_a_wrong_clock_changes_nothing() {
     }
     assert_eq!(lab.revision().await, before, "no token is used up, and no host is made");
 
-    // An hour ahead.
+    // An hour in the future.
     let report = v1::Report { vrnics: Vec::new(), clock_ms: (now() + 3_600) * 1_000 };
     h1.send.send(v1::FromHost { message: Some(from_host::Message::Report(report)) }).await.unwrap();
     let q = v1::GetRequest { kind: v1::Kind::Host.into(), ..Default::default() };

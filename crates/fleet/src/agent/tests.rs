@@ -40,7 +40,7 @@ fn say(message: to_host::Message) -> v1::ToHost {
     v1::ToHost { message: Some(message) }
 }
 
-/// An agent on a virtual clock, with a host that does what it is told unless it is to fail.
+/// An agent on a virtual clock, with a host that carries out all work except the keys in `fails`.
 struct Host {
     agent: Agent,
     now: u64,
@@ -118,7 +118,7 @@ fn changes_are_done_in_order_and_only_what_is_other() {
     h.update(first());
     let all = ["put Group(\"blue\")", "put Place(\"h2\")", "put Peer(\"b\")", "put Vrnic(\"a\")"];
     assert_eq!((h.done(), h.applied()), (all.map(String::from).to_vec(), vec![(5, vec![])]));
-    // The same once more, and a change of one.
+    // The same update again, then a change of one piece.
     h.update(first());
     assert!(h.done().is_empty());
     h.update(update(6, false, &[peer("b", "10.0.0.3"), group("blue", 9)], &[]));
@@ -140,7 +140,7 @@ fn peers_go_with_their_group_and_a_place_with_the_last_peer_there() {
     h.update(first());
     h.update(update(6, false, &[group("red", 10), other("c", "h2"), other("d", "h3"), place("h3")], &[]));
     h.done();
-    // One peer of two on a host, then one that moves to another host, from which it is the last one.
+    // First one of two peers on a host is removed, then a host's last peer moves to another host.
     h.update(update(7, false, &[], &[(Key::Peer("c".into()), false)]));
     assert_eq!(h.done(), ["gone Peer(\"c\")"]);
     h.update(update(8, false, &[other("d", "h2")], &[]));
@@ -170,12 +170,12 @@ fn what_was_kept_is_put_in_force_and_resumed() {
     assert_eq!(again.agent.snapshot(), h.agent.snapshot());
     let hello = again.connect();
     assert_eq!((hello.revision, &*hello.fleet), (6, "f"));
-    // It says what is in force without being told anything.
+    // The agent reports the revision in force by itself.
     assert_eq!(again.applied(), [(6, vec![])]);
     // The centre no longer remembers the changes, so it sends a whole snapshot. Only differing pieces are touched.
     again.update(update(20, true, &[group("blue", 9), vrnic("a", "10.0.0.1")], &[]));
     assert_eq!(again.done(), ["gone Vrnic(\"c\")"]);
-    // The snapshot alone is enough for the next one.
+    // A new agent needs only the snapshot.
     let snapshot = again.agent.snapshot();
     assert_eq!(Agent::new(Config::default(), [snapshot.clone()], 3).unwrap().snapshot(), snapshot);
 }
@@ -245,7 +245,7 @@ fn what_fails_is_told_and_tried_again() {
     h.now += RETRY_MS;
     h.work();
     assert_eq!((h.done().len(), h.applied()), (1, vec![(5, vec![])]));
-    // One that is not to be any more is not tried again.
+    // A removal that has become obsolete is not tried again.
     h.fails.insert(Key::Vrnic("a".into()), "vRNIC a is in use".into());
     h.update(update(6, false, &[], &[(Key::Vrnic("a".into()), false)]));
     assert_eq!(h.applied(), [(6, vec!["vRNIC a is in use".into()])]);
@@ -298,7 +298,7 @@ fn another_store_takes_no_vrnic_away() {
         revision == 1 && problems[0].starts_with("vRNIC a is of a control centre whose store is gone"),
         "{problems:?}"
     );
-    // Declared there, it is the centre's again.
+    // If the new centre declares the vRNIC, it belongs to the centre again.
     h.update(v1::Update { fleet: "new".into(), ..update(2, false, &[vrnic("a", "10.0.0.1")], &[]) });
     assert_eq!((h.done().len(), h.applied()), (1, vec![(2, vec![])]));
 }
@@ -316,7 +316,7 @@ fn who_asks_hears_when_it_is_done() {
         let vrnic = (!name.is_empty()).then(|| v1::Vrnic { name: name.into(), ..v1::Vrnic::default() });
         say(to_host::Message::Reply(v1::Reply { id, error: error.into(), vrnic }))
     };
-    // The update is before the reply, and the work before the answer.
+    // The update comes before the reply, and the work is done before the answer.
     let u = update(6, false, &[vrnic("n", "10.0.0.7")], &[]);
     h.agent.handle(h.now, say(to_host::Message::Update(u)));
     h.agent.handle(h.now, reply(id, "", "n"));
@@ -352,7 +352,7 @@ fn what_a_lost_connection_left_open_is_asked_again() {
     assert_eq!(h.agent.poll_answer(), None);
     h.connect();
     assert_eq!(asked(&mut h), [a, other]);
-    // The first centre has done it: it is gone, which is what was asked for.
+    // The first centre has made the change: the vRNIC is gone, so the repeated removal succeeds.
     h.update(update(6, false, &[], &[(Key::Vrnic("a".into()), true)]));
     h.agent.handle(h.now, reply(a, "there is no vRNIC a on host h1"));
     h.agent.handle(h.now, reply(a, "once more"));
@@ -392,7 +392,7 @@ fn what_was_told_holds_for_the_revision_that_the_centre_says() {
     let mut h = Host::new();
     h.connect();
     let alive = |revision| say(to_host::Message::Alive(v1::Alive { revision, clock_ms: 0 }));
-    // Before anything was told it holds for nothing.
+    // Without an update in force, `Alive` has no effect.
     h.agent.handle(h.now, alive(3));
     assert_eq!(h.agent.status(h.now).revision, 0);
     h.update(first());
@@ -400,7 +400,7 @@ fn what_was_told_holds_for_the_revision_that_the_centre_says() {
     assert_eq!(h.applied(), [(revision, Vec::new())]);
     h.agent.handle(h.now, alive(revision + 5));
     assert_eq!((h.agent.status(h.now).revision, h.applied()), (revision + 5, Vec::new()));
-    // Within an update that has not come as a whole, it says nothing; nor does an older one.
+    // `Alive` has no effect while an update is incomplete, nor if its revision is older.
     h.agent.handle(
         h.now,
         say(to_host::Message::Update(v1::Update { more: true, ..update(revision + 6, false, &[], &[]) })),
@@ -411,7 +411,7 @@ fn what_was_told_holds_for_the_revision_that_the_centre_says() {
     assert_eq!(h.agent.status(h.now).revision, revision + 6);
     h.work();
     h.agent.handle(h.now, alive(revision + 8));
-    // The next centre hears of it.
+    // The next connection begins with this revision.
     h.agent.disconnected(h.now, "gone".into());
     assert_eq!(h.connect().revision, revision + 8);
 }

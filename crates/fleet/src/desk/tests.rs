@@ -48,7 +48,7 @@ impl World {
         self.desk.apply(actor, request, &self.centre, NOW).map(|o| o.plan)
     }
 
-    /// Makes objects. Gives what it is told of it.
+    /// Puts objects. Returns the keys that hosts are told.
     fn apply(
         &mut self,
         actor: &Actor,
@@ -76,7 +76,7 @@ impl World {
         self.centre.actor(&made.answer.secret, NOW).unwrap()
     }
 
-    /// How much is looked at to compare addresses for these objects.
+    /// The number of groups and addresses compared for these objects.
     fn work(&mut self, objects: impl IntoIterator<Item = v1::Object>) -> u64 {
         let (mut draft, _) = self.desk.draft(&self.centre);
         let asked = objects.into_iter().map(|o| (o.object.unwrap(), 0)).collect();
@@ -94,13 +94,13 @@ fn a_vrnic_costs_the_same_however_many_rules_there_are() {
     let within = (0..3_000).map(|n| rule(&format!("w{n}"), "group:blue", "group:blue"));
     w.apply(&admin, within).unwrap();
     assert_eq!(w.work(new()), alone);
-    // One pair of groups, however many rules join it, and whichever vRNICs they name.
+    // All rules between the same two groups count once, whichever vRNICs they name.
     w.apply(&admin, (0..500).map(|n| vrnic(&format!("r{n}"), "red", "h1"))).unwrap();
     w.apply(&admin, (0..500).map(|n| rule(&format!("j{n}"), "group:blue", &format!("vrnic:r{n}")))).unwrap();
     w.apply(&admin, (0..500).map(|n| rule(&format!("k{n}"), "group:blue", "group:red"))).unwrap();
     let joined = w.work(new());
     assert!(joined <= alone + 200 * 4, "{joined} after {alone}");
-    // A rule that joins what is joined already brings nothing new.
+    // A rule between ends that are joined already needs no comparison.
     assert_eq!(w.work([rule("again", "group:blue", "group:red")]), 0);
 }
 
@@ -119,7 +119,7 @@ fn a_change_of_many_vrnics_on_many_hosts_costs_their_sum() {
     let read = |w: &World| w.centre.updates("x7", Some(w.centre.revision() - 1));
     let items: usize = read(&w).iter().map(|u| u.put.len()).sum();
     assert!((600..=600 + 300).contains(&items), "{items}");
-    // Of more than is remembered no host keeps the keys.
+    // If a change has more keys than are remembered, no host keeps all of them.
     let told = w.apply(&admin, (0..5_000).map(|n| vrnic(&format!("y{n}"), "blue", "x0"))).unwrap();
     assert!(told.values().flatten().all(|b| b.len() <= MAX_LOG + 1));
     assert!(w.centre.lacks_all("x7", Some(w.centre.revision() - 1)));
@@ -203,7 +203,8 @@ fn what_a_tenant_does_not_see_and_what_does_not_exist_are_said_in_the_same_words
             assert!(e.kind == Reason::Conflict && e.what.ends_with("the name is not free; choose another one"), "{e}");
         }
     }
-    // Nor does it hear of a rule that names its vRNIC together with another's, or take that away.
+    // The refusal does not name a rule that joins the tenant's vRNIC with another's, and the tenant cannot delete the
+    // rule along with its vRNIC.
     let r = v1::DeleteRequest {
         names: vec![v1::Name { kind: v1::Kind::Vrnic.into(), name: "mine".into() }],
         force: true,
@@ -211,14 +212,14 @@ fn what_a_tenant_does_not_see_and_what_does_not_exist_are_said_in_the_same_words
     };
     let e = w.desk.delete(&tenant, &r, &w.centre, NOW).unwrap_err();
     assert!(e.kind == Reason::Denied && !e.what.contains("across") && !e.what.contains("secret"), "{e}");
-    // An address that the other one has by which the rule joins them.
+    // The tenant takes an address of the vRNIC that the rule joins with its own.
     let theirs = w.centre.state.vrnics["secret"].ips[0];
     w.apply(&admin, [group("blue", "0.0.0.0/0")]).unwrap();
     let taking =
         v1::Vrnic { name: "mine".into(), group: "blue".into(), ips: vec![theirs.to_string()], ..Default::default() };
     let e = w.plan(&tenant, [object(taking)]).unwrap_err();
     assert_eq!(e.what, format!("vRNIC mine: {theirs} is taken in a group that a rule joins with this one"));
-    // Where it may put vRNICs.
+    // The hosts on which tenants may put vRNICs.
     w.apply(&tenant, [vrnic("new", "blue", "h2"), vrnic("beside", "blue", "h0")]).unwrap();
     let any = w.tenant(&["blue"], &["*"]);
     w.apply(&any, [vrnic("new", "blue", "h1")]).unwrap();
@@ -259,7 +260,7 @@ fn a_tenant_has_a_part_of_what_there_is_and_administrators_the_last_of_it() {
     assert_eq!(w.plan(&tenant, many("blue", 0..part)).unwrap(), None, "what is there is no more");
     w.plan(&other, many("red", 0..10)).unwrap();
     w.apply(&admin, many("blue", part..part + 10)).unwrap();
-    // Groups of one token share its part, but an administrator can give it more.
+    // All groups of a token share its part, unless an administrator gives a group more.
     w.apply(&other, many("red", 0..part / 2)).unwrap();
     let e = w.plan(&other, many("default", 0..part / 2 + 1)).unwrap_err();
     assert_eq!(e.what, "token token-2 would have 4097 rules, and may have 4096 at most");
@@ -274,7 +275,7 @@ fn a_tenant_has_a_part_of_what_there_is_and_administrators_the_last_of_it() {
     w.plan(&other, many("red", 0..9_000)).unwrap();
     let e = w.plan(&admin, many("red", 0..9_001)).unwrap_err();
     assert!(e.what.contains("group red would have 9001 rules, and may have 9000 at most"), "{e}");
-    // To change one is to make none, also where the limit is reached or was set lower than that.
+    // A change of existing objects creates none, so it is allowed at a limit or above it.
     let deny = v1::rule::Action::Deny.into();
     let changed = many("blue", 0..5).into_iter().map(|o| match o.object {
         Some(Object::Rule(r)) => object(v1::Rule { action: deny, ..r }),

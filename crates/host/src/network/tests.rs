@@ -16,7 +16,7 @@ fn hosts(third: u8) -> Vec<IpAddr> {
     (1..=3).map(|i| IpAddr::from([127, 0, third, i])).collect()
 }
 
-/// A directory that goes away.
+/// A directory that is removed when this is dropped.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -59,7 +59,7 @@ struct Host {
     dir: Dir,
     network: Network,
     workers: BTreeMap<String, Worker>,
-    /// Workers that were told everything, and what others were told, since somebody looked.
+    /// Workers that were sent a plan, and changes sent to others, since the test has cleared the lists.
     plans: Vec<String>,
     changes: BTreeMap<String, Changes>,
 }
@@ -86,7 +86,7 @@ impl Host {
     fn add(&mut self, group: &str, id: u32) {
         self.network.enroll(group, id).unwrap();
         let (enrolment, sockets) = self.network.sockets_of(group).unwrap();
-        // As it comes to the worker.
+        // Encoded and decoded, as on the way to a worker.
         let text = serde_json::to_string(&enrolment).unwrap();
         let enrolment: Enrolment = serde_json::from_str(&text).unwrap();
         let (port, tunnel) = open_worker(&enrolment, sockets).unwrap();
@@ -99,7 +99,7 @@ impl Host {
         self.network.dismiss(group);
     }
 
-    /// Tells the workers what they do not know yet.
+    /// Sends the workers their messages.
     fn plan(&mut self) {
         for (name, w) in &self.workers {
             match self.network.tidings(name) {
@@ -108,7 +108,7 @@ impl Host {
                     w.tunnel.set_plan(w.enrolment.id, plan.members, plan.agreed, plan.joined);
                 }
                 Some(Tidings::Changes(changes)) => {
-                    // As it comes to the worker.
+                    // Encoded and decoded, as on the way to a worker.
                     let text = serde_json::to_string(&changes).unwrap();
                     w.tunnel.change_plan(w.enrolment.id, &serde_json::from_str(&text).unwrap());
                     self.changes.insert(name.clone(), changes);
@@ -128,7 +128,7 @@ impl Host {
         &self.workers[group].tunnel
     }
 
-    /// Everything that waits for a group, until nothing comes any more.
+    /// All frames for a group.
     fn drain(&self, group: &str) -> Vec<Vec<u8>> {
         let mut buffer = vec![0; 2000];
         let mut frames = Vec::new();
@@ -146,7 +146,7 @@ impl Host {
         self.network.info(PortCounters::default(), WireDrops::default(), drops).tunnel
     }
 
-    /// The QPNs of RoCEv2 packets that have come to each group.
+    /// The QPNs of the RoCEv2 packets that each group has received.
     fn qpns(&mut self) -> BTreeMap<String, Vec<u32>> {
         let mut all = BTreeMap::new();
         for (name, w) in &mut self.workers {
@@ -160,7 +160,7 @@ impl Host {
     }
 }
 
-/// Lets hosts talk until they have nothing to say.
+/// Lets hosts exchange announcements until nothing changes.
 fn settle(hosts: &mut [&mut Host]) {
     for _ in 0..6 {
         for h in hosts.iter_mut() {
@@ -174,7 +174,7 @@ fn frame(src: [u8; 6]) -> Vec<u8> {
     [&[0xff; 6][..], &src, &[8, 0], &[7; 40]].concat()
 }
 
-/// Packets of one connection, so that they travel as one train.
+/// Packets of one connection, which are sent as one train.
 fn packets(tx: &mut Tx, to: IpAddr, qpn: u32, count: usize) {
     for _ in 0..count {
         let [_, a, b, c] = qpn.to_be_bytes();
@@ -192,7 +192,7 @@ fn frames_come_from_peers_of_the_group_only() {
     let mut h2 = Host::new(c, &format!("{numbers}10.0.0.2 blue {b}\n10.0.0.2 red {b}"), &["default", "blue", "red"]);
     settle(&mut [&mut h0, &mut h1, &mut h2]);
     assert!(h0.info().silent.is_empty() && h1.info().silent.is_empty());
-    // Nobody has told host 1 that host 2 is a peer, so it does not answer.
+    // Host 2 is not in host 1's peers file, so host 1 does not answer it.
     assert_eq!((h2.info().silent, h1.info().drops.not_a_peer > 0), (vec![b], true));
     let frame = frame([6, 0, 0, 0, 0, 1]);
     let mut buffer = vec![0; 2000];
@@ -207,13 +207,13 @@ fn frames_come_from_peers_of_the_group_only() {
     h0.tunnel("blue").send(2, &datagram);
     let expected = Tunneled::Datagram { from: a, group: 1, source: None, packet: &datagram[ETH_BYTES..] };
     assert_eq!(h1.tunnel("blue").receive(0, &mut buffer), Some(expected));
-    // Host 2 is nobody to host 1, nor has host 1 members of `red` elsewhere.
+    // Host 2 is no peer of host 1, and host 1 has no members of `red` elsewhere.
     let before = h1.info().drops;
     h2.tunnel("blue").send(1, &frame);
     h2.tunnel("red").send(2, &frame);
     assert!(h1.drain("blue").is_empty() && h1.drain("red").is_empty());
     assert_eq!(h1.info().drops, TunnelDrops { no_group: before.no_group + 2, ..before });
-    // A number that no group has, and a packet without one.
+    // A number that no group has, and a packet without a number.
     let from = h0.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     from.send_to(&[&vxlan(77)[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
     from.send_to(&[8, 0], (b, VXLAN_PORT)).unwrap();
@@ -240,7 +240,7 @@ fn groups_that_a_rule_joins_meet_on_one_host_and_between_two_until_the_rule_goes
     let [a, b] = [ips[0], ips[1]];
     let places = format!("10.0.0.1 red {a}\n10.0.0.2 blue {a}\n10.0.0.3 blue {b}\n10.0.0.4 green {b}\n");
     let joined = format!("{places}rule allow from group:red to group:blue both\n");
-    // Neither host has the group of the other one's vRNIC, but for blue.
+    // Blue is the only group that both hosts have.
     let mut h0 = Host::new(a, &joined, &["default", "red", "blue"]);
     let mut h1 = Host::new(b, &joined, &["default", "blue", "green"]);
     settle(&mut [&mut h0, &mut h1]);
@@ -256,7 +256,7 @@ fn groups_that_a_rule_joins_meet_on_one_host_and_between_two_until_the_rule_goes
         let expected = Tunneled::Frame { group: id, source: Some(red), frame: &frame };
         assert_eq!(host.tunnel("blue").receive(0, &mut buffer), Some(expected), "to {to}");
     }
-    // Nobody knows an address of green; and an address of red's is not at host b.
+    // Red does not know addresses of green, and no address of red is at host b.
     h0.tunnel("red").send_across(1, [10, 0, 0, 4].into(), &arp(1, 4));
     h1.tunnel("blue").send_across(1, [10, 0, 0, 1].into(), &arp(1, 2));
     assert!(h1.drain("blue").is_empty() && h1.drain("green").is_empty() && h0.drain("red").is_empty());
@@ -302,7 +302,7 @@ fn a_rule_more_is_told_to_the_two_workers_that_it_concerns_and_works_as_if_it_ha
     settle(&mut [&mut h0, &mut h1]);
     let arp = |from: [u8; 2], to: [u8; 2]| {
         let mut frame = arp(from[1], to[1]);
-        // Addresses of the sender and of who is looked for, in their groups.
+        // The third bytes of the sender's address and of the requested one name their groups.
         (frame[30], frame[40]) = (from[0], to[0]);
         frame
     };
@@ -318,13 +318,13 @@ fn a_rule_more_is_told_to_the_two_workers_that_it_concerns_and_works_as_if_it_ha
     assert_eq!(counts, [("blue", 1), ("red", 1)]);
     h0.set_peers(&with);
 
-    // A denial concerns two groups, and tells them no addresses.
+    // A rule that denies concerns two groups, and reveals no addresses.
     h0.changes.clear();
     h0.set_peers(&format!("{with}rule deny from group:red to group:far\n"));
     let counts: Vec<(&str, usize)> = h0.changes.iter().map(|(g, c)| (g.as_str(), c.addresses.len())).collect();
     assert_eq!((h0.plans.len(), counts), (0, vec![("far", 0), ("red", 0)]));
 
-    // Without the rule they are apart again.
+    // Without the rule the groups are separate again.
     h0.changes.clear();
     h0.set_peers(&peers);
     assert_eq!((h0.plans.len(), h0.changes["red"].joined.len(), h0.changes.contains_key("green")), (0, 1, false));
@@ -342,7 +342,7 @@ fn a_number_that_means_another_group_there_leads_nowhere() {
     let both = |vni: u32, other: IpAddr| format!("group default vni {vni}\n10.0.0.2 default {other}\n");
     let mut h0 = Host::new(a, &format!("group blue vni 2\n10.0.0.2 blue {b}\n{}", both(1, b)), &["default", "blue"]);
     let mut h1 = Host::new(b, &both(2, a), &["default"]);
-    // Before the other host has said anything.
+    // Before the other host has announced anything.
     h0.tunnel("blue").send(1, &frame);
     assert!(h1.drain("default").is_empty());
     settle(&mut [&mut h0, &mut h1]);
@@ -357,7 +357,7 @@ fn a_number_that_means_another_group_there_leads_nowhere() {
     );
     assert!(said(&h0)[1].starts_with("group default has VNI 1 at 127.0.49.1, this host, and 2 at 127.0.49.2;"));
     assert_eq!((said(&h0).len(), said(&h1).len()), (2, 2));
-    // One of the two changes its file.
+    // One of the two hosts changes its file.
     h1.set_peers(&both(1, a));
     settle(&mut [&mut h0, &mut h1]);
     assert!(said(&h0).is_empty() && said(&h1).is_empty());
@@ -380,7 +380,8 @@ fn a_host_claims_no_address_of_another_one() {
         [&[0xff; 6][..], &link, &[8, 6], &head, &link, &[10, 0, 0, sender], &[0; 10]].concat()
     };
     let macs: Vec<[u8; 6]> = (1..=3).map(|i| mac_of("default", [10, 0, 0, i].into()).0).collect();
-    // Host 1 with its own MAC and address, and as a router with another source; then as host 2.
+    // Host 1 sends with its own MAC and address, then as a router with another source address, then with host 2's
+    // addresses.
     let (own, routed) = (arp(macs[1], 2), frame(macs[1]));
     let from = all[1].tunnel("default");
     from.send(0, &own);
@@ -392,7 +393,7 @@ fn a_host_claims_no_address_of_another_one() {
         assert!(all[0].drain("default").is_empty(), "{stolen:02x?}");
         assert_eq!(all[0].info().drops, TunnelDrops { address: before.address + 1, ..before });
     }
-    // Of an address that no file places, the first host that uses it has it.
+    // An address that is in no file belongs to the first host that uses it.
     let guest = frame([6, 0, 0, 0, 0, 9]);
     all[2].tunnel("default").send(0, &guest);
     assert_eq!(all[0].drain("default").len(), 1);
@@ -431,7 +432,7 @@ fn packets_find_the_group_of_their_qpn_also_while_groups_come_and_go() {
         let groups: Vec<(String, Range)> = host.workers.iter().map(|(n, w)| (n.clone(), w.enrolment.qpns[0])).collect();
         let mut expected = BTreeMap::new();
         for (name, (start, length)) in groups {
-            // Trains of ten, and single packets. Numbers 0 and 1 are no QP's.
+            // Trains of ten, and single packets. QPNs 0 and 1 belong to no QP.
             let ends = [(start.max(2), 10), (start + length / 2, 1), (start + length - 1, 10)];
             for &(qpn, n) in &ends {
                 packets(&mut tx, here, qpn, n);
@@ -447,7 +448,7 @@ fn packets_find_the_group_of_their_qpn_also_while_groups_come_and_go() {
         assert_eq!(got, expected, "{why}");
     };
     check(&mut host, "at first");
-    // From the middle, the first, the last, and one that comes again.
+    // A group from the middle of the array, the first one, the last one, and one that is added again.
     for (i, gone) in ["g5", "g0", "g11", "g7"].into_iter().enumerate() {
         host.remove(gone);
         check(&mut host, gone);
@@ -456,7 +457,7 @@ fn packets_find_the_group_of_their_qpn_also_while_groups_come_and_go() {
     }
     host.add("g5", 60);
     check(&mut host, "a name comes again");
-    // A worker that ends keeps its place, and the next one has the same sockets.
+    // A worker that ends keeps its index. The next one gets the same sockets.
     host.workers.remove("g3");
     let (enrolment, sockets) = host.network.sockets_of("g3").unwrap();
     check(&mut host, "a worker is away");
@@ -464,7 +465,7 @@ fn packets_find_the_group_of_their_qpn_also_while_groups_come_and_go() {
     while port.receive(&mut |_, _| {}) {}
     host.workers.insert("g3".into(), Worker { enrolment, port, tunnel });
     check(&mut host, "it is back");
-    // Somebody has kept a socket of a group that is dismissed: it gets nothing any more, and no index is wrong.
+    // A process has kept a socket of a removed group. It receives nothing, and all indices are right.
     let (kept, sockets) = host.network.sockets_of("g4").unwrap();
     let (mut thief, _tunnel) = open_worker(&kept, sockets).unwrap();
     host.remove("g4");
@@ -533,7 +534,7 @@ fn a_port_has_one_virtual_layer() {
     assert!(e.to_string().starts_with("UDP port 4791 of 127.0.55.1 is in use (another virtual layer"), "{e}");
     assert!(refused("203.0.113.1".parse().unwrap()).to_string().contains("no address of this host"));
     drop(host);
-    // Before it has groups, too.
+    // The ports are bound even before there is a group.
     let network = open(&config(&dir, &[ips[0]], ""), &dir).unwrap();
     assert_eq!(refused(ips[0]).kind(), io::ErrorKind::AddrInUse);
     drop(network);
@@ -598,7 +599,7 @@ fn a_worker_hears_the_multicast_groups_that_it_asks_for() {
     worker.port.leave_others(&wanted[1..]);
     assert!(host.network.join("blue", &wanted[1..]).is_empty());
     assert_eq!(heard(&mut host), [("blue".to_string(), 1)]);
-    // It has closed that one, so it needs another.
+    // The worker has closed that socket, so it needs a new one.
     assert_eq!(host.network.join("blue", &wanted).len(), 1);
     let many: Vec<IpAddr> = (0..300u16).map(|i| IpAddr::from([239, 2, (i >> 8) as u8, i as u8])).collect();
     assert_eq!(host.network.join("default", &many).len(), MAX_MULTICAST);
@@ -646,12 +647,12 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     host.add("f", 8);
     check(&mut host, &mut to);
     host.remove("f");
-    // Twice is as good as once.
+    // A second takeover gives the same result.
     let (dir, workers, given) = kill(host);
     let network = Network::adopt(&c, &dir.0, source(&c), given).unwrap();
     let mut host = Host::of(dir, network, workers);
     check(&mut host, &mut to);
-    // A worker was lost meanwhile, so nobody knows who gets what.
+    // A worker was lost meanwhile, so the assignment of packets to sockets is unknown.
     let (dir, mut workers, mut given) = kill(host);
     given.remove(1);
     workers.remove("b");

@@ -20,7 +20,7 @@ impl Host {
         self.tunnel(group).set_secrets(secrets);
     }
 
-    /// RoCEv2 packets that have come to a group.
+    /// Number of RoCEv2 packets that a group has received.
     fn count(&mut self, group: &str) -> usize {
         let mut n = 0;
         let port = &mut self.workers.get_mut(group).unwrap().port;
@@ -28,21 +28,21 @@ impl Host {
         n
     }
 
-    /// Unsealed, with a wrong tag, replayed.
+    /// Dropped packets: unsealed, with a wrong tag, replayed.
     fn seal_drops(&self, group: &str) -> [u64; 3] {
         let d = self.tunnel(group).seal_info().drops;
         [d.unsealed, d.wrong_tag, d.replayed]
     }
 }
 
-/// A buffer whose packets between hosts have room for a tail.
+/// A send buffer that leaves room for the tail of sealed packets.
 fn sealed_tx() -> Tx {
     let mut tx = Tx::default();
     tx.set_sealed(Sealed { tail: TAIL_BYTES, all: true, ..Sealed::default() });
     tx
 }
 
-/// Two hosts of the default group, and a plain device, and the numbers that they have.
+/// The addresses of two hosts with the default group and of a plain device, and the two hosts.
 fn two(third: u8) -> ([IpAddr; 3], Host, Host) {
     let ips = hosts(third);
     let [a, b, c] = [ips[0], ips[1], ips[2]];
@@ -52,7 +52,7 @@ fn two(third: u8) -> ([IpAddr; 3], Host, Host) {
     ([a, b, c], h0, h1)
 }
 
-/// Lets two hosts say all that they have to say. What else came to the second.
+/// Lets two hosts finish their handshakes. Returns the frames that the second one received.
 fn talk(h0: &Host, h1: &Host) -> Vec<Vec<u8>> {
     (0..4).flat_map(|_| [h0.drain("default"), h1.drain("default")].into_iter().nth(1)).flatten().collect()
 }
@@ -122,7 +122,7 @@ fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
     assert_eq!((h1.drain("default"), h1.seal_drops("default")), (vec![frame.clone()], [2, 5, 2]));
     theirs.send_to(&bytes[..n], (a, VXLAN_PORT)).unwrap();
     assert_eq!((h0.drain("default").len(), h0.seal_drops("default")), (0, [0, 1, 0]));
-    // A plain device goes on as it was, both ways.
+    // A plain device works as before, in both directions.
     let device = UdpSocket::bind((c, ROCE_PORT)).unwrap();
     device.send_to(&plain(c, qpn, ROCE_PORT), (b, ROCE_PORT)).unwrap();
     assert_eq!((h1.count("default"), h1.seal_drops("default")), (1, [2, 5, 2]));
@@ -141,7 +141,7 @@ fn what_the_network_does_not_take_at_once_is_sealed_once() {
     let mut tx = sealed_tx();
     for _ in 0..10 {
         packets(&mut tx, b, qpn, 7);
-        // Nobody may send there, so the system call ends at this one.
+        // This destination is not permitted, so the system call ends at this packet.
         tx.push_raw(To { from: Some(a), ..To::new(IpAddr::from([255; 4])) }, &[9; 40]);
         packets(&mut tx, b, qpn, 70);
     }
@@ -160,18 +160,18 @@ fn a_host_without_the_secret_gets_nothing_through_and_is_told_of() {
     send(&mut h0, &mut tx);
     assert_eq!((talk(&h0, &h1).len(), h1.count("default"), h1.seal_drops("default")), (0, 0, [4, 0, 0]));
     assert_eq!(h1.tunnel("default").seal_info().silent, [a]);
-    // It sends nothing to who cannot open it.
+    // A host sends nothing to a peer that cannot open it.
     h1.tunnel("default").send(0, &frame);
     tx = sealed_tx();
     packets(&mut tx, a, qpn, 3);
     assert_eq!(send(&mut h1, &mut tx), 3);
     assert_eq!((h0.drain("default").len(), h0.count("default")), (0, 0));
-    // Nor does another secret of the same number help.
+    // Another secret with the same number does not work either.
     h0.set_secrets("default", Some(Secrets::one(Secret::new(7, &[8; 32]))));
     assert!(talk(&h0, &h1).is_empty());
     assert_eq!((h0.tunnel("default").seal_info().silent, h1.tunnel("default").seal_info().silent), (vec![b], vec![a]));
     assert!(h1.seal_drops("default")[1] > 0);
-    // The right one does, and so does none at both.
+    // The right secret works, and so does no secret on both sides.
     h0.set_secrets("default", Some(Secrets::one(secret(7))));
     talk(&h0, &h1);
     h0.tunnel("default").send(0, &frame);
@@ -190,7 +190,7 @@ fn secrets_change_one_host_after_the_other_and_no_packet_is_lost() {
     let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
     let (mut secrets, mut tx) = ([Secrets::one(secret(7)), Secrets::one(secret(7))], sealed_tx());
     let mut pass = |h0: &mut Host, h1: &mut Host| {
-        // Also packets that were sealed before, and are still under way, while the hosts agree.
+        // Packets that were sealed before the hosts agree on the new secret arrive, too.
         h0.tunnel("default").send(0, &frame);
         packets(&mut tx, b, qpn, 5);
         assert_eq!(send(h0, &mut tx), 0);
@@ -221,7 +221,7 @@ fn secrets_change_one_host_after_the_other_and_no_packet_is_lost() {
 fn nobody_without_the_secret_can_disagree_about_a_number() {
     let ([a, b, _], mut h0, mut h1) = sealed(67);
     let frame = frame([6, 0, 0, 0, 0, 1]);
-    // All that an announcement could say is said by a host whose file has another number, and by nobody else.
+    // An attacker announces another number, as a host with another peers file would.
     let mut liar = crate::network::agree::Agreement::default();
     let mut members = Members::new("default", 9);
     members.hosts.insert(b);
@@ -234,7 +234,7 @@ fn nobody_without_the_secret_can_disagree_about_a_number() {
     assert!(h1.info().disagreements.is_empty() && h1.info().silent.is_empty());
     h0.tunnel("default").send(0, &frame);
     assert_eq!(talk(&h0, &h1), std::slice::from_ref(&frame));
-    // A number that is really another one leads nowhere.
+    // If the host's number really differs, no frame gets through.
     h0.set_peers(&format!("group default vni 9\n10.0.0.2 default {b}\n"));
     h0.tunnel("default").send(0, &frame);
     assert!(talk(&h0, &h1).is_empty());
@@ -268,7 +268,7 @@ fn across(h: &Host) {
     h.tunnel("red").send_across(0, "10.0.0.2".parse().unwrap(), &ip_frame());
 }
 
-/// Packets of red to a QP of blue; how many did not leave.
+/// Sends packets of red to a QP of blue. Returns the number of packets that could not be sent.
 fn send_across(h: &mut Host, tx: &mut Tx, to: IpAddr, qpn: u32, n: u8) -> u64 {
     let [_, x, y, z] = qpn.to_be_bytes();
     for i in 0..n {
@@ -311,7 +311,7 @@ fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
     assert_eq!(say_all(&[&h1]), [ip_frame()]);
     let mut tx = Tx::default();
     assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 2), came(&mut h1)), (0, vec![(None, false); 2]));
-    // Each has a secret of its own: even if both are one and the same, nothing passes.
+    // Each group has only its own secret. Nothing passes, even if both secrets are equal.
     for (h, group) in [(&mut h0, "red"), (&mut h1, "blue")] {
         h.set_secrets(group, Some(Secrets::one(secret(7))));
     }
@@ -322,7 +322,7 @@ fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
     assert!(say_all(&[&h0, &h1]).is_empty());
     let info = h0.tunnel("red").seal_info();
     assert_eq!((info.joined.len(), &*info.joined[0].group, info.joined[0].secrets.len()), (1, "blue", 0));
-    // With one of the two they talk.
+    // With a secret of the pair they can talk.
     let both = Secrets::one(secret(9));
     h0.set_all_secrets("red", pair("blue", &both, Some(Secrets::one(secret(7)))));
     h1.set_all_secrets("blue", pair("red", &both, Some(Secrets::one(secret(7)))));
@@ -349,7 +349,7 @@ fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
         own.send_to(&bytes[..n], (b, VXLAN_PORT)).unwrap();
     }
     assert_eq!((say_all(&[&h1]), h1.seal_drops("blue")), (vec![ip_frame()], [1, 0, 2]));
-    // The same packet as if it were of the own group, and back to where it came from.
+    // The same packet without the sender's group, and sent back to its origin.
     bytes[1..4].fill(0);
     own.send_to(&bytes[..n], (b, VXLAN_PORT)).unwrap();
     assert!(say_all(&[&h1]).is_empty());
@@ -357,7 +357,7 @@ fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
     theirs.send_to(&bytes[..n], (a, VXLAN_PORT)).unwrap();
     assert!(say_all(&[&h0]).is_empty());
     assert_eq!(h0.seal_drops("red")[1], 1);
-    // Another secret replaces the first while packets pass, one host after the other.
+    // A new secret replaces the first one on one host after the other, while packets are sent.
     let mut next = both.clone();
     next.rotate(secret(10)).unwrap();
     for i in [0, 1] {
@@ -371,7 +371,7 @@ fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
     }
     let numbers = h1.tunnel("blue").seal_info().joined[0].clone();
     assert_eq!((numbers.sends_with, numbers.behind), (Some(10), vec![]));
-    // Without the rule neither knows of the other any more, and nothing that was sealed for the session is taken.
+    // Without the rule the groups no longer know each other, and packets sealed for the session are dropped.
     across(&h0);
     h1.set_peers(&text.replace("rule allow", "#"));
     assert!(say_all(&[&h1]).is_empty() && h1.tunnel("blue").seal_info().joined.is_empty());
@@ -394,7 +394,8 @@ fn only_packets_between_the_two_groups_are_sealed_if_only_the_two_have_a_secret(
     settle(&mut [&mut h0, &mut h1]);
     assert!(h0.info().silent.is_empty() && h1.info().silent.is_empty());
     let qpn = h1.workers["blue"].enrolment.qpns[0].0 + 5;
-    // Within blue as ever, although packets of the same host's red are sealed; and the RNIC learns which is which.
+    // Packets within blue stay unsealed, although the same host seals red's packets. The RNIC learns the sender's group
+    // and whether a packet was sealed.
     let mut tx = Tx::default();
     packets(&mut tx, b, qpn, 3);
     h0.workers.get_mut("blue").unwrap().port.send(&mut tx);
@@ -404,7 +405,7 @@ fn only_packets_between_the_two_groups_are_sealed_if_only_the_two_have_a_secret(
     across(&h0);
     assert_eq!(say_all(&[&h1]), [ip_frame()]);
     assert_eq!(h1.seal_drops("blue"), [0; 3]);
-    // A frame that names red as its sender's group, and is not sealed.
+    // An unsealed frame that names red as its sender's group.
     let own = h0.workers["red"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     own.send_to(&[&unirdma_formats::net::vxlan_from(8, 7)[..], &ip_frame()].concat(), (b, VXLAN_PORT)).unwrap();
     assert!(say_all(&[&h1]).is_empty());
