@@ -18,16 +18,16 @@ use crate::slab::Handle;
 /// An address handle.
 pub(crate) struct Ah {
     pub owner: SessionId,
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
     pub pd: Handle<Pd>,
     pub flow: Flow,
     pub target: Target,
-    /// What is sent with it leaves.
+    /// Datagrams sent with it leave: the vRNIC is up and has its source address, and no rule forbids them.
     pub linked: bool,
-    /// A rule does not allow what is sent with it any more.
+    /// A rule forbids to send with it.
     pub barred: bool,
-    /// The most that is sent with it ([`unirdma_formats::rate_kbps`]).
+    /// Static rate limit of datagrams sent with it ([`unirdma_formats::rate_kbps`]).
     pub static_rate: u8,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Datagrams {
 /// Datagrams that wait a moment for a receive.
 pub(crate) struct Backlog {
     pub held: VecDeque<Held>,
-    /// What they take of the room of their receiver's vRNIC.
+    /// Their bytes on the account of the receiver's vRNIC.
     pub taken: Taken,
     /// When its timer fires; `u64::MAX` if it has none.
     pub due_at: u64,
@@ -86,7 +86,7 @@ impl Default for Backlog {
     }
 }
 
-/// What becomes of the first datagram of a backlog.
+/// Progress of the first datagram of a backlog.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) enum Placing {
     /// It waits for a receive, or for the memory of one.
@@ -94,7 +94,7 @@ pub(crate) enum Placing {
     No,
     /// The job with this number puts it into its receive, in the private memory of a process.
     Job(u64),
-    /// What came of that job.
+    /// The result of that job.
     Done(Result<(), Fault>),
 }
 
@@ -111,7 +111,7 @@ impl Held {
         Self::bytes_of(self.data.len())
     }
 
-    /// How many bytes one with so much data counts as.
+    /// Bytes that a waiting datagram with `data` bytes of payload counts as.
     pub fn bytes_of(data: usize) -> usize {
         data + size_of::<Held>()
     }
@@ -130,7 +130,7 @@ impl Backlog {
     /// A job has ended.
     pub fn end(&mut self, number: u64, done: Result<u64, Fault>) {
         if matches!(self.placing, Placing::Job(job) if job == number) {
-            // What was stopped is tried again.
+            // `SourceMoves` means here that the job was stopped: the datagram is tried again.
             let stopped = done == Err(Fault::SourceMoves);
             self.placing = if stopped { Placing::No } else { Placing::Done(done.map(|_| ())) };
         }
@@ -165,7 +165,7 @@ impl Backlog {
     }
 }
 
-/// What a datagram says beside its bytes.
+/// The parts of a datagram beside its payload that a completion reports.
 #[derive(Clone, Copy)]
 pub(crate) struct Note {
     pub imm: Option<u32>,

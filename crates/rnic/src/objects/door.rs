@@ -18,14 +18,14 @@ pub(crate) const NO_SLOT: u32 = u32::MAX;
 /// word, which stays in the cache of the core that posts.
 pub(crate) struct Door {
     pub session: SessionId,
-    /// What its session calls it. 0: the page of SET_DOORBELL.
+    /// Its number in its session. 0 names the page of SET_DOORBELL.
     pub number: u32,
     pub bell: Bell,
     /// QPs by slot.
     pub slots: Vec<Option<Handle<Qp>>>,
-    /// Those that no QP has.
+    /// Slots that no QP has.
     pub free_slots: Vec<u32>,
-    /// For each word how many QPs have bits of it, and the sum of their slots.
+    /// For each word, the number of QPs that have bits of it, and the sum of their slots.
     pub words: [(u32, u32); abi::DOORBELL_WORDS],
     /// False while the page is polled, true while its driver must kick.
     pub parked: bool,
@@ -61,7 +61,7 @@ impl Door {
         }
     }
 
-    /// The same page with so many slots, of which these are free and the others wait for [`Door::fill_slot`].
+    /// The same page with `slots` slots. `free_slots` are free; the others wait for [`Door::fill_slot`].
     pub fn with_slots(self, slots: u32, free_slots: Vec<u32>) -> Self {
         Door { slots: vec![None; slots as usize], free_slots, ..self }
     }
@@ -81,7 +81,7 @@ impl Door {
         }
     }
 
-    /// A slot that was taken is that of this QP.
+    /// Gives QP `qp` a slot that was taken.
     pub fn fill_slot(&mut self, slot: u32, qp: Handle<Qp>) {
         if let Some(place) = self.slots.get_mut(slot as usize) {
             *place = Some(qp);
@@ -190,12 +190,13 @@ mod tests {
             assert_eq!(rung(&d), [qp(slot)], "slot {slot}");
         }
         assert!(rung(&d).is_empty());
-        // Those of word 5 but one go; the one that stays needs no look at the word, whose bit stays.
+        // Three of the four slots of word 5 are freed. The QP that is left is found without reading the word, whose
+        // bits stay set.
         [5, 133, 197].iter().for_each(|&slot| d.free_slot(slot));
         assert_eq!(d.alone_in(5), Some(qp(69)));
         d.bell.ring(bit_of(69));
         assert_eq!(rung(&d), [qp(69)]);
-        // Another one comes to the word, and the old bit calls the first one once more.
+        // Another QP gets a slot of the word, and the old bit wakes the first QP once more.
         let slot = d.take_slot().unwrap();
         d.fill_slot(slot, qp(slot));
         assert_eq!((slot, d.alone_in(5)), (197, None));

@@ -1,11 +1,12 @@
-//! Memory that the RNIC does not need any more. To unmap it takes the kernel long, so that is left to whoever has just given the RNIC back.
+//! Memory that the RNIC no longer needs. Unmapping takes the kernel long, so the caller drops it after it has released
+//! the RNIC.
 
 use std::any::Any;
 
-/// Most things that wait. If nobody takes them, the next ones are dropped at once.
+/// Most things that wait to be dropped. Further ones are dropped at once.
 const MAX_WAITING: usize = 4096;
 
-/// What is to be dropped without the RNIC.
+/// Memory to be dropped without holding the RNIC.
 #[derive(Default)]
 pub struct Dropped(Vec<Box<dyn Any + Send>>);
 

@@ -19,7 +19,7 @@ use super::qp::Qp;
 use super::work::Work;
 use crate::slab::Handle;
 
-/// The smallest page of an MR has so many bits.
+/// Base-2 logarithm of the smallest page size of an MR.
 const MIN_PAGE_SHIFT: u32 = 12;
 
 /// The pages of an MR that work requests register.
@@ -28,14 +28,14 @@ pub struct PageList {
     /// Bus addresses; none while the MR is free. There is room for `most`.
     pages: Vec<u64>,
     most: u32,
-    /// A page has so many bits.
+    /// Base-2 logarithm of the page size.
     shift: u32,
     /// Bytes of the first page before the MR.
     skip: u64,
     registered: bool,
     /// The most that it may grant.
     granting: u32,
-    /// Kept as long as the list, for whoever asked for it.
+    /// A value of the list's creator that lives as long as the list.
     hold: Arc<dyn Any + Send + Sync>,
 }
 
@@ -77,7 +77,8 @@ impl PageList {
         list
     }
 
-    /// True if pages of so many bits, of which the first has `skip` bytes before, can be `len` bytes, and no page is left.
+    /// True if exactly `pages` pages of `1 << shift` bytes hold `len` bytes that begin `skip` bytes into the first
+    /// page.
     pub(crate) fn holds(shift: u32, skip: u64, len: u64, pages: u64) -> bool {
         (MIN_PAGE_SHIFT..=abi::MAX_FAST_PAGE_SHIFT).contains(&shift)
             && skip < 1 << shift

@@ -1,4 +1,4 @@
-//! What jobs bring of the messages that QPs send, from private memory of processes.
+//! Payload that jobs read from private memory of processes for the messages that QPs send.
 
 use unirdma_mem::Fault;
 
@@ -29,7 +29,7 @@ impl Fetched {
         self.job
     }
 
-    /// Takes room for so many bytes; false if there is none.
+    /// Takes room for `bytes`; false if there is not enough.
     pub fn reserve(&mut self, room: &Room, bytes: usize) -> bool {
         self.clear();
         self.taken.take(room, bytes)

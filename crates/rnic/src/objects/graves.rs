@@ -22,7 +22,7 @@ pub(crate) enum Dead {
     Regions,
 }
 
-/// What a session had. None of it does anything by itself.
+/// Objects of a session that do nothing by themselves.
 pub(crate) struct Remains {
     pub mrs: btree_map::IntoIter<u32, Handle<Mr>>,
     pub ahs: hash_map::IntoIter<u32, Handle<Ah>>,
@@ -35,5 +35,5 @@ impl Remains {
     }
 }
 
-/// All dead objects, those of each session in turn.
+/// All dead objects, session by session.
 pub(crate) type Graves = VecDeque<Grave>;

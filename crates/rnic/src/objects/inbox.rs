@@ -28,7 +28,7 @@ impl<'a> Run<'a> {
         Run { first: p, bytes: p.payload, packets: 1 }
     }
 
-    /// What a job puts where there are `room` bytes, and of how many packets that is.
+    /// The payload that a job writes if at most `room` bytes fit, and the number of packets that it comes from.
     pub fn within(self, room: u64) -> (&'a [u8], u32) {
         if self.bytes.len() as u64 <= room { (self.bytes, self.packets) } else { (self.first.payload, 1) }
     }
@@ -42,14 +42,14 @@ pub(crate) struct Inbox {
     /// The payloads, from `at` on.
     bytes: Vec<u8>,
     at: usize,
-    /// The job that the first packets wait for, and how many packets those are.
+    /// The job that the first packets wait for, and their number.
     job: Option<(u64, u32)>,
-    /// What came of the job of the first packets, and how many those are.
+    /// The number of the first packets, and the result of their job.
     known: Option<(u32, Result<u64, Fault>)>,
     taken: Taken,
 }
 
-/// How many bytes a waiting packet counts as that has so many bytes of payload.
+/// Bytes that a waiting packet with `payload` bytes counts as.
 fn size(payload: usize) -> usize {
     payload + size_of::<(Packet<'static>, usize)>()
 }
@@ -96,7 +96,7 @@ impl Inbox {
         self.heads.push_back((p.head(), p.payload.len()));
     }
 
-    /// The job with this number works for the first packet, and so many packets are done when it has ended.
+    /// Job `number` works for the first `packets` packets, which are done when it has ended.
     pub fn wait(&mut self, number: u64, packets: u32) {
         self.job = Some((number, packets));
     }
@@ -104,12 +104,12 @@ impl Inbox {
     /// A job has ended; false if no packet waits for it.
     pub fn end(&mut self, number: u64, done: Result<u64, Fault>) -> bool {
         let Some((_, packets)) = self.job.take_if(|job| job.0 == number) else { return false };
-        // What was stopped is tried again: its source does not move.
+        // `SourceMoves` means here that the job was stopped, because payloads do not move: the packets are tried again.
         self.known = (done != Err(Fault::SourceMoves)).then_some((packets, done));
         true
     }
 
-    /// What came of the job of the first packet, if that is known.
+    /// The result of the job of the first packets, if that is known.
     pub fn known(&self) -> Option<Result<u64, Fault>> {
         self.known.map(|k| k.1)
     }
@@ -237,7 +237,7 @@ mod tests {
         let more = (1..1000).take_while(|&psn| inbox.push(&packet(Op::Send(Part::Middle), psn, &data), &room)).count();
         assert!((50..64).contains(&more), "{more}");
         assert!(inbox.end(9, Ok(0)));
-        // What leaves makes room for others.
+        // Each packet that leaves makes room for another one.
         for psn in 1000..2000 {
             let lent = inbox.lend().unwrap();
             inbox.take_back(lent);

@@ -1,7 +1,8 @@
-//! What it costs to touch the memory of a vRNIC. The kernel maps a page when it is reached for the first time, which takes much longer than to
-//! copy it. A missing page of a sparse file is made then ([`unirdma_mem::holes`]), which takes microseconds, or as long as the owner of the
-//! file likes, who is just making a hole there. While a thread that has the RNIC does this, all others wait. So jobs do it, from the first time
-//! that it was seen until many jobs have seen nothing of the kind:
+//! The cost of touching the memory of a vRNIC. The kernel maps a page at the first access, which takes much longer than
+//! copying it. It makes a missing page of a sparse file at that moment, too ([`unirdma_mem::holes`]), which takes
+//! microseconds, or as long as the owner of the file likes while he punches a hole there. All others wait while a
+//! thread does this that has the RNIC. Therefore, once such an access was seen, jobs make the accesses, until many jobs
+//! have seen none:
 //!
 //! | state    | entered when                                    | what only jobs do there                    | ends after        |
 //! |----------|-------------------------------------------------|--------------------------------------------|-------------------|
@@ -10,8 +11,9 @@
 //! | sparse   | a hole was touched                              | everything                                 | [`SPARSE`] jobs   |
 //! | stuck    | a hole was touched, which took very long        | everything, one job at a time              | [`STUCK`] jobs    |
 //!
-//! The state is the number of jobs to come. An event raises it to the number of a state, and never lowers it. A job that finds no hole lowers it by
-//! 1. So stuck memory becomes sparse, then unmapped, and then mapped; in unmapped memory only jobs count that copy a byte in a ns or more.
+//! The state is a number of jobs. An event raises it to the number of a state, and never lowers it. Each job that finds
+//! no hole lowers it by 1. So stuck memory becomes sparse, then unmapped, and then mapped. In unmapped memory, only
+//! jobs that copy at least a byte in a ns lower it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -61,7 +61,8 @@ pub(crate) use wire::{
 };
 pub(crate) use work::{Recv, Spare, Wait, Work};
 
-/// Room for so many entries an empty queue of packets keeps, so that it makes none for each one that comes alone.
+/// An empty queue of packets keeps its memory for this number of entries, so that a packet that comes alone needs no
+/// allocation.
 const SPARE_ENTRIES: usize = 4;
 
 /// Largest path MTU, bytes.

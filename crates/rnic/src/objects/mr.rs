@@ -43,7 +43,7 @@ pub(crate) struct Mr {
     /// Windows that are bound to it.
     pub windows: u32,
     pub owner: SessionId,
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
     pub pd: Handle<Pd>,
     pub access: u32,
@@ -52,44 +52,45 @@ pub(crate) struct Mr {
     pub len: u64,
     /// Memory regions of the session that it lies in; it dies with any of them.
     pub regions: Arc<[u64]>,
-    /// None of them was gone when regions of the session had gone so many times.
+    /// Number of times that the session had lost regions when none of `regions` was found to be lost.
     pub checked: Cell<u32>,
     pub backing: Backing,
-    /// What its driver says of the way that its memory goes: [`unirdma_abi::mr_way`] and [`unirdma_abi::mr_why`].
+    /// Its driver's reason for the way that the memory is reached: [`unirdma_abi::mr_way`] and [`unirdma_abi::mr_why`].
     pub note: u32,
     pub served: Served,
 }
 
-/// What requests have read and written by the key of an MR, roughly.
+/// Reads and writes by the key of an MR, roughly.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Served {
     accesses: Cell<u64>,
     bytes: Cell<u64>,
 }
 
-/// Most bytes that one access counts as. Who reaches more comes back for the rest, and names all of it each time.
+/// Most bytes that one access counts as. A longer request makes several accesses and names all bytes that are left each
+/// time.
 const MOST_AT_ONCE: u64 = 64 << 10;
 
 impl Served {
-    /// An access to so many bytes.
+    /// Counts an access to `bytes` bytes.
     #[inline]
     pub fn count(&self, bytes: u64) {
         self.accesses.set(self.accesses.get().wrapping_add(1));
         self.bytes.set(self.bytes.get().wrapping_add(bytes.min(MOST_AT_ONCE)));
     }
 
-    /// How many accesses there were.
+    /// The number of accesses.
     pub fn accesses(&self) -> u64 {
         self.accesses.get()
     }
 
-    /// How many bytes they were of.
+    /// The bytes of all accesses, of each at most 64 KiB.
     pub fn bytes(&self) -> u64 {
         self.bytes.get()
     }
 }
 
-/// What makes a memory window of a key (IBTA vol. 1, 10.6.7).
+/// The additional state of a memory window (IBTA vol. 1, 10.6.7).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Window {
     /// Type 2: it is bound by work requests, for one QP, and its grant can be taken back. Else type 1.
@@ -100,7 +101,7 @@ pub(crate) struct Window {
     pub qpn: Option<Qpn>,
 }
 
-/// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
+/// The memory that a QP may access by keys: MRs of `session` in `pd` that grant `access`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reach {
     pub pd: Handle<Pd>,
@@ -143,8 +144,8 @@ impl Backing {
         if fits { Ok(()) } else { Err(Status::BadValue) }
     }
 
-    /// `len` bytes of the same memory from `off` on; all of it where addresses are not counted from its beginning. `None` if it has
-    /// not so many.
+    /// `len` bytes of the same memory from `off` on; all of it if addresses are not counted from its beginning. `None`
+    /// if it is shorter.
     pub fn part(&self, off: u64, len: u64) -> Option<Backing> {
         Some(match self {
             Backing::Mapped(span) => Backing::Mapped(span.sub(off, len)?),
@@ -213,8 +214,9 @@ impl Mr {
         self.pd == pd && self.access & access == access && addr >= self.iova && off <= self.len && len <= self.len - off
     }
 
-    /// The place of `addr`, of up to `len` bytes. [`Mr::grants`] has allowed them; `memory` and `bell` are those of its session, and `away`
-    /// says whether the memory of that session's MRs is somewhere else (section 7.5 of the specification).
+    /// The place of `addr`, of up to `len` bytes, which [`Mr::grants`] has allowed. `memory` and `bell` belong to the
+    /// MR's session. `away` says whether the memory of the session's MRs is somewhere else at the moment (section 7.5
+    /// of the specification).
     #[inline]
     pub fn locate<'a>(
         &'a self,

@@ -47,7 +47,7 @@ impl Objects {
         session.names.next().ok_or(Status::Exhausted)
     }
 
-    /// What session `s` has.
+    /// The objects of session `s`.
     pub fn names(&mut self, s: SessionId) -> Option<&mut Names> {
         self.sessions.get_mut(s.0).map(|s| &mut s.names)
     }
@@ -91,7 +91,7 @@ impl Objects {
         self.xrcds.get(h).map(|x| (h, x.domain)).ok_or(Status::BadHandle)
     }
 
-    /// A doorbell page. 0 is that of SET_DOORBELL.
+    /// Doorbell page `n` of session `s`; 0 names the page of SET_DOORBELL.
     ///
     /// # Errors
     /// `BadHandle`; `BadState` if the session has no page 0.

@@ -16,7 +16,7 @@ use super::work::{Recv, Wait, Work};
 use crate::pace::Pace;
 use crate::slab::Handle;
 
-/// What a QP is created from; handles and rings already resolved by the device.
+/// The arguments for creating a QP. The device has resolved handles and rings already.
 pub struct CreateQp {
     /// PD handle.
     pub pd: u32,
@@ -42,7 +42,8 @@ pub(crate) struct Qp {
     pub owner: SessionId,
     /// Others that have opened it, with their handle of its XRC domain.
     pub openers: Vec<(SessionId, Handle<Xrcd>)>,
-    /// Whose memory its requests and those of its peer reach: its owner's, or that of the XRC SRQ that a message is for.
+    /// The session whose memory requests of this QP and of its peer access: the owner's, or the session of the XRC SRQ
+    /// that a message is for.
     pub memory: SessionId,
     /// XRC domain: its handle and which it is.
     pub xrcd: Option<(Handle<Xrcd>, u32)>,
@@ -52,7 +53,8 @@ pub(crate) struct Qp {
     pub typ: QpType,
     /// It is its vRNIC's UD QP for the general services: to others its number is 1.
     pub gsi: bool,
-    /// Its requests may name memory by bus address: its doorbell page is that of SET_DOORBELL, which is the driver's own.
+    /// Its requests may name memory by bus address, because its doorbell page is the driver's own, the page of
+    /// SET_DOORBELL.
     pub by_bus: bool,
     /// Its doorbell bit.
     pub door: Handle<Door>,
@@ -168,7 +170,7 @@ impl Qp {
 
     /// True if its connection leads to another host or a plain device.
     pub fn leaves_host(&self) -> bool {
-        // Who completes work of a `Wire` has taken it out.
+        // `Connection::None` is included because `with_wire` takes the `Wire` out of the QP while it works on it.
         matches!(self.connection, Connection::Wire(_) | Connection::None)
     }
 
@@ -177,7 +179,7 @@ impl Qp {
         self.datagrams().is_some_and(|d| !d.backlog.is_empty())
     }
 
-    /// What it reaches by keys, or answers for.
+    /// The memory that the QP, or its peer, may access by keys that grant `access`.
     pub fn reach(&self, access: u32) -> Reach {
         Reach { pd: self.pd, session: self.memory, access }
     }
@@ -216,7 +218,7 @@ impl Qp {
     }
 }
 
-/// A QP as it is shown.
+/// A QP as it is shown to people.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct QpInfo {
     /// Its number.
@@ -231,6 +233,6 @@ pub struct QpInfo {
     pub peer_qpn: Option<u32>,
     /// The peer's host, if it is another one.
     pub peer_host: Option<std::net::IpAddr>,
-    /// What it has done.
+    /// Its counters.
     pub counters: Counters,
 }

@@ -10,11 +10,11 @@ use crate::slab::{ByNumber, Handle};
 
 pub(crate) struct Pd {
     pub owner: SessionId,
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
-    /// MRs, windows, AHs, SRQs and QPs in it, which it cannot go before.
+    /// MRs, windows, AHs, SRQs and QPs in it. It cannot be destroyed before them.
     pub uses: u32,
-    /// Null MRs in it by their numbers, which go with it.
+    /// Null MRs in it, by their numbers. They are destroyed with it.
     pub nulls: ByNumber<Handle<Mr>>,
 }
 
@@ -26,7 +26,7 @@ impl Pd {
 
 pub(crate) struct Cq {
     pub owner: SessionId,
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
     /// Queues of QPs, and XRC SRQs, that complete to it.
     pub uses: u32,
@@ -55,7 +55,7 @@ pub(crate) struct Moderation {
 /// A shared receive queue.
 pub(crate) struct Srq {
     pub owner: SessionId,
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
     /// QPs that take their receives here, and targets of XRC connections that are putting a message into one.
     pub uses: u32,
@@ -71,7 +71,7 @@ pub(crate) struct Srq {
     pub xrc: Option<XrcSrq>,
 }
 
-/// What makes an SRQ an XRC SRQ.
+/// The XRC domain, CQ and number of an XRC SRQ.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct XrcSrq {
     pub xrcd: Handle<Xrcd>,
@@ -84,7 +84,7 @@ pub(crate) struct XrcSrq {
 /// An open XRC domain.
 pub(crate) struct Xrcd {
     pub owner: SessionId,
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
     /// QPs, openers of QPs, and SRQs in it.
     pub uses: u32,
@@ -127,7 +127,7 @@ impl Domains {
     }
 }
 
-/// What an SRQ is: receives, SGEs of one, and the limit.
+/// The attributes of an SRQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqAttr {
     /// Receives that it holds.

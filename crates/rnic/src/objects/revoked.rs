@@ -1,5 +1,5 @@
-//! Memory regions that a session has lost while MRs lie in them. Such an MR is dead from the moment on when the region goes, whoever looks
-//! for it, and is freed later: a look at the MRs of the session, in the order of their numbers, a part at a time, finds them.
+//! Memory regions that a session has lost while MRs lie in them. From that moment on, each lookup treats such an MR as
+//! dead. It is freed later, by a walk over the MRs of the session in the order of their numbers, a part at a time.
 
 use std::collections::HashSet;
 

@@ -13,11 +13,11 @@ const COPY_BYTES: usize = 64 << 20;
 
 /// The account of a vRNIC for memory of this process.
 pub trait Account: Send + Sync {
-    /// Takes so many bytes more; false if there are not so many left.
+    /// Takes `bytes` bytes more; false if fewer are left.
     fn take(&self, bytes: usize) -> bool;
-    /// As [`Account::take`], even if there are not so many left.
+    /// Takes `bytes` bytes more, even if fewer are left.
     fn force(&self, bytes: usize);
-    /// Gives bytes back.
+    /// Gives `bytes` bytes back.
     fn give(&self, bytes: usize);
 }
 
@@ -34,7 +34,7 @@ impl Account for Unlimited {
     fn give(&self, _: usize) {}
 }
 
-/// What may be kept for one vRNIC.
+/// Memory of this process that may be kept for one vRNIC.
 pub(crate) struct Rooms {
     /// Packets and payloads that wait for jobs.
     pub jobs: Room,
@@ -102,7 +102,7 @@ pub(crate) struct Taken {
 }
 
 impl Taken {
-    /// Takes so many bytes of `room`, in addition; false if there are not so many left.
+    /// Takes `bytes` bytes more from `room`; false if fewer are left.
     pub fn take(&mut self, room: &Room, bytes: usize) -> bool {
         let enough = room.bytes() + bytes <= room.0.most && room.0.account.take(bytes);
         if enough {
@@ -111,19 +111,20 @@ impl Taken {
         enough
     }
 
-    /// Takes so many bytes more of the room that it has bytes of already; false if there are not so many left.
+    /// Takes `bytes` bytes more from the room that it already has bytes of; false if fewer are left. Does nothing if it
+    /// has no bytes of a room.
     pub fn more(&mut self, bytes: usize) -> bool {
         self.room.clone().is_none_or(|room| self.take(&room, bytes))
     }
 
-    /// As [`Taken::take`]; false also if this would be more than half of what all others leave. So one that takes all that it can leaves
-    /// something to each other one.
+    /// As [`Taken::take`]; false also if it would then have more than half of the bytes that all others leave. So an
+    /// object that takes all that it can leaves something to every other one.
     pub fn take_part(&mut self, room: &Room, bytes: usize) -> bool {
         let others = room.bytes().saturating_sub(self.bytes);
         self.bytes + bytes <= room.0.most.saturating_sub(others) / 2 && self.take(room, bytes)
     }
 
-    /// As [`Taken::take`], even if there are not so many left.
+    /// As [`Taken::take`], even if fewer bytes are left.
     pub fn force(&mut self, room: &Room, bytes: usize) {
         room.0.account.force(bytes);
         self.add(room, bytes);
@@ -142,7 +143,7 @@ impl Taken {
         self.bytes
     }
 
-    /// Gives so many bytes back.
+    /// Gives `bytes` bytes back.
     pub fn give(&mut self, bytes: usize) {
         if let Some(room) = self.room.as_ref().filter(|_| bytes > 0) {
             room.0.bytes.fetch_sub(bytes, Ordering::Relaxed);

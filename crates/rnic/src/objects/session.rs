@@ -17,22 +17,23 @@ use super::stage::Stage;
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle};
 
-/// Objects of a session, in the order of their numbers, which is that of their making: a part of them can be taken, and the next part later.
+/// Objects of a session by their numbers. New objects get higher numbers, so that a walk may stop at a number and go on
+/// from there later.
 pub(crate) type Numbered<T> = BTreeMap<u32, Handle<T>>;
 
-/// What a session calls its objects. No number is used twice, and none means anything to another session. The first one is
-/// random, so that a driver that takes another session's numbers for its own gets an error.
+/// The numbers of a session's objects. No number is used twice, and each is valid in this session only. The first one
+/// is random, so that a driver that uses the numbers of another session by mistake gets an error.
 #[derive(Default)]
 pub(crate) struct Names {
     pub last: u32,
     pub pds: Numbered<Pd>,
     pub cqs: Numbered<Cq>,
     pub mrs: Numbered<Mr>,
-    /// Each datagram looks for one.
+    /// Every datagram looks one up, so this is a hash table.
     pub ahs: ByNumber<Handle<Ah>>,
     pub srqs: Numbered<Srq>,
     pub xrcds: Numbered<Xrcd>,
-    /// Doorbell pages, that of SET_DOORBELL aside.
+    /// Doorbell pages, except the page of SET_DOORBELL.
     pub doors: Numbered<Door>,
     /// QPs that it owns or has opened.
     pub qps: BTreeSet<Handle<Qp>>,

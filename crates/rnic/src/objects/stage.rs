@@ -13,24 +13,25 @@ use zerocopy::IntoBytes;
 use super::ids::SessionId;
 use super::room::{Room, Taken};
 
-/// For each new record, so many old ones are looked at, whether the driver has given them back.
+/// Number of old records that are checked for each new one: has the driver given them back?
 const LOOKS: usize = 4;
 /// The search for room begins at the start of the stage again once it has gone past twice the granules in use and this many
 /// more. So the same memory, which is in the caches, is used again.
 const NEAR: usize = 1024;
-/// A search for room looks at so many words of 64 granules, and at twice as many more as the record has. What that takes is little beside
-/// the copy of the record, and 0.2 us for a short one.
+/// A search for room reads this number of words of 64 granules, and in addition twice the words that the record takes.
+/// That costs little beside the copy of a long record, and 0.2 us for a short one.
 const LOOK_WORDS: usize = 64;
-/// Longest record, granules (8 MiB). The room for a message of unknown length is that of its whole receive.
+/// Longest record, granules (8 MiB). A message of unknown length takes room for the length of its whole receive.
 const MAX_RECORD: usize = (8 << 20) / abi::STAGE_GRANULE;
 /// Most records at a time, and for how many there is room at first.
 const MAX_RECORDS: usize = 32_768;
 const FEW_RECORDS: usize = 256;
-/// A message of this host that is at least so long waits for room while the driver gives records back at least so often, ns:
-/// it is there sooner than by system calls.
+/// A message of this host with at least `LONG_BYTES` waits for room if the driver has given a record back within the
+/// last `WAIT_NS`: that is faster than system calls.
 const LONG_BYTES: u64 = 16 << 10;
 const WAIT_NS: u64 = 5_000_000;
-/// Such a message also waits while records of more than so many bytes are in use: the caches would not hold more.
+/// Such a message also waits while records of more than this number of bytes are in use, because the caches would not
+/// hold more.
 const MUCH_BYTES: usize = 1 << 20;
 
 /// A bit for each granule.
@@ -78,11 +79,11 @@ pub(crate) struct Stage {
     pub in_use: usize,
     /// Where the search for room begins.
     pub cursor: usize,
-    /// First granules of records in use. One that is looked at and still in use goes to the end.
+    /// First granules of records in use. A record that is checked and still in use goes to the end.
     pub given: VecDeque<u32>,
     /// When the driver was last seen to have given one back.
     pub released_at: Option<u64>,
-    /// What is kept of all that.
+    /// The bytes of these tables on the account of the vRNIC.
     pub kept: Taken,
 }
 
@@ -248,7 +249,7 @@ impl Stage {
     }
 }
 
-/// Where `n` bits in succession are set, if there are so many.
+/// The position of the first `n` set bits in succession, if there are any.
 fn run_of(mut bits: u64, n: usize) -> Option<usize> {
     let mut len = 1;
     while len < n.min(64) && bits != 0 {

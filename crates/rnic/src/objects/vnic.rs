@@ -13,7 +13,7 @@ use crate::budget::TimeBudget;
 use crate::pace::{Limit, Share};
 use crate::slab::Handle;
 
-/// What makes a vRNIC.
+/// The configuration of a vRNIC.
 #[derive(Clone, Debug)]
 pub struct VnicConfig {
     /// Only vRNICs of one group may connect (U33).
@@ -102,26 +102,27 @@ pub(crate) struct Vnic {
     pub up: bool,
     pub limits: Limits,
     pub limit: Limit,
-    /// What its sessions have in use.
+    /// The resources that its sessions use.
     pub used: Used,
     /// The number of the session that was made last.
     pub last_session: u32,
     pub counters: Counters,
     /// Notifications that woke a session of it, or were to: kicks, and in a virtual machine exits.
     pub kicks: u64,
-    /// What is kept for it of packets, datagrams and events.
+    /// The memory that is kept for its packets, datagrams and events.
     pub rooms: Rooms,
     /// The state of the memory of its sessions.
     pub memory_state: MemoryState,
     /// How long pages were made for it.
     pub page_time: TimeBudget,
-    /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.
+    /// Peers that talk with it although the rules let only one side begin.
     pub begun: Begun,
-    /// Its QP for the general services; without one connection management has its messages.
+    /// Its QP for the general services. Without one, connection management gets its messages.
     pub gsi: Option<Handle<Qp>>,
 }
 
-/// Addresses that a vRNIC talks with where only one side may begin: one of both has. Of many the oldest are forgotten.
+/// Addresses where only one of both sides may begin, and that side has begun, so that the other one may answer. The
+/// oldest are forgotten first.
 #[derive(Default)]
 pub(crate) struct Begun {
     order: VecDeque<Gid>,
@@ -180,10 +181,10 @@ pub(crate) struct Used {
     /// MRs and windows.
     pub mrs: usize,
     pub mr_bytes: u64,
-    /// Of the MRs, those of the way *copy*, and their bytes.
+    /// MRs of the way *copy*, which are among `mrs`, and their bytes, which are among `mr_bytes`.
     pub copied: usize,
     pub copied_bytes: u64,
-    /// Of the MRs, windows.
+    /// Windows, which are among `mrs`.
     pub windows: usize,
     pub ahs: usize,
     pub srqs: usize,
@@ -214,7 +215,7 @@ impl Used {
     }
 }
 
-/// What a vRNIC has done, or one of its QPs, since it was created.
+/// Counters of a vRNIC or of a QP since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
     /// Work requests completed with success, as requester.
@@ -240,7 +241,7 @@ pub struct Counters {
     /// Which errors they were.
     #[serde(default)]
     pub failed: Failures,
-    /// What went over the network.
+    /// Packets over the network.
     pub wire: WireCounters,
 }
 
@@ -274,7 +275,7 @@ impl Failures {
     }
 }
 
-/// Packets of a vRNIC or of one of its QPs, under the names of rxe's `hw_counters`, and for congestion those of mlx5's.
+/// Packets of a vRNIC or of a QP, named as in rxe's `hw_counters`, and for congestion as in mlx5's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireCounters {
     /// Packets sent.
@@ -285,7 +286,7 @@ pub struct WireCounters {
     pub link_downed: u64,
     /// Packets received for one of its QPs.
     pub rcvd_pkts: u64,
-    /// Of those sent, packets sent again.
+    /// Packets sent again; `sent_pkts` includes them.
     pub retransmitted_pkts: u64,
     /// Requests received again.
     pub duplicate_request: u64,

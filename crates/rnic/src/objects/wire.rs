@@ -224,8 +224,8 @@ pub(crate) struct Flight {
     pub status: Option<unirdma_formats::WcStatus>,
 }
 
-/// Room for copies of requests that are under way. A few of each connection count as a part of its QP; the others are on the account of
-/// its vRNIC, several at a time.
+/// Room for copies of requests under way. The first few of each connection count as a part of its QP. Further ones are
+/// on the account of its vRNIC, in steps of several.
 #[derive(Debug, Default)]
 pub(crate) struct Copies {
     counted: usize,
@@ -233,11 +233,11 @@ pub(crate) struct Copies {
 }
 
 impl Copies {
-    /// So many need no room.
+    /// Number of copies that need no room.
     const FEW: usize = 4;
-    /// So many are counted at a time.
+    /// Number of copies that are counted at a time.
     const STEP: usize = 16;
-    /// What one counts as, bytes.
+    /// Bytes that a copy counts as.
     const BYTES: usize = size_of::<Work>() + size_of::<Flight>();
 
     /// True if there may be one more than `len`.
@@ -339,7 +339,7 @@ impl Window {
 /// Most answers that wait for their turn. Requests beyond that are treated as lost packets: the peer sends them again.
 const MAX_ANSWERS: usize = 512;
 
-/// What the responder has to send, in order.
+/// Something that the responder has to send. Answers are sent in order.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Answer {
     Ack {
