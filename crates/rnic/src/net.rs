@@ -12,7 +12,7 @@ use crate::path::{Route, WireDrops};
 use crate::slab::Handle;
 use crate::tx::Tx;
 
-/// What a group of vRNICs is to the rules.
+/// A group of vRNICs, as the rules see it.
 #[derive(PartialEq)]
 pub(crate) struct GroupRules {
     /// Its number between hosts, not 0.
@@ -27,11 +27,12 @@ pub(crate) struct Doubts {
     pub ahs: Vec<Handle<Ah>>,
 }
 
-/// What leads to other hosts.
+/// Routes to other hosts, the rules, and the packets on their way out.
 pub(crate) struct Network {
     /// By group and GID.
     pub routes: HashMap<(u32, Gid), Route>,
-    /// Who may talk to whom, by group. In a group that is not here everybody may talk to all that there are routes to.
+    /// The rules of each group. In a group that is missing here, every vRNIC may talk to all GIDs that it has routes
+    /// to.
     pub rules: HashMap<u32, GroupRules>,
     /// This host's own address in that network, for connections over the wire between its own vRNICs.
     pub own_host: Option<IpAddr>,

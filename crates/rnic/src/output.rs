@@ -1,10 +1,10 @@
-//! What sessions must be told.
+//! Notifications that the device delivers to sessions.
 
 use unirdma_formats::AsyncEvent;
 
 use crate::objects::SessionId;
 
-/// Something a session must be told.
+/// A notification for a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
     /// A completion event of CQ `cqn` on completion event virtqueue `queue`.

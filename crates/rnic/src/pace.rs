@@ -27,7 +27,7 @@ impl Default for Share {
     }
 }
 
-/// What a vRNIC has sent, held against its limits (generic cell rate algorithm, ITU-T I.371).
+/// The limits of a vRNIC, and what it has sent, counted against them (generic cell rate algorithm, ITU-T I.371).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     pub share: Share,
@@ -69,11 +69,12 @@ impl Limit {
 /// When a QP that is held back may send.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Pace {
-    /// The static rate of its address vector, or of the one that its last datagram went by, kilobits a second; 0 for none.
+    /// Static rate of its address vector, or of the address vector of its last datagram, kilobits a second; 0 for none.
     pub path_kbps: u32,
     /// A rate limit: not before this time, ns.
     pub after: u64,
-    /// Congestion, of a connection without answers: when all that was sent so far would have left at the pace that it allows, ns.
+    /// Congestion, of a connection without answers: when all that was sent so far would have left at the permitted
+    /// rate, ns.
     pub spread_until: u64,
     /// It waits for its time.
     pub waits: bool,

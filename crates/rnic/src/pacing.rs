@@ -1,4 +1,5 @@
-//! Holding QPs back: those with a rate limit, those of a vRNIC with limits, and those without answers whose network is congested.
+//! Holds QPs back: QPs with a rate limit, QPs of a vRNIC with limits, and connections without answers whose network is
+//! congested.
 
 use crate::core::Core;
 use crate::objects::Qp;
@@ -49,7 +50,7 @@ impl Core {
         self.objects.qps.get(h).is_some_and(|q| q.is_paced() || vnic(q))
     }
 
-    /// QP `h` has begun so many work requests and sent so many bytes.
+    /// Counts `begun` new work requests and `bytes` sent bytes of QP `h` against its limits.
     pub(crate) fn has_sent(&mut self, h: Handle<Qp>, begun: u64, bytes: u64) {
         let now = self.now;
         let Some(q) = self.objects.qps.get_mut(h) else { return };

@@ -117,18 +117,19 @@ impl Arrival {
     }
 }
 
-/// What came in from the network and was not for any QP, by reason; counted for the whole host.
+/// Packets from the network that were for no QP, by reason, of the whole host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireDrops {
     /// Truncated, an opcode that does not exist, a bad version.
     pub malformed: u64,
     /// No such QP or connection, or one that is not connected over the wire.
     pub no_qp: u64,
-    /// From a host that the QP is not connected to, or of a connection whose packets are sealed, and not sealed by the peer's group.
+    /// From a host that the QP is not connected to. Or the packets of the connection are sealed, and the peer's group
+    /// has not sealed this one.
     pub wrong_source: u64,
-    /// A P_Key that is neither the default one nor that of the QP's group.
+    /// Neither the default P_Key nor the P_Key of the QP's group.
     pub bad_pkey: u64,
-    /// The QP's state or type does not take it.
+    /// The QP takes no such packet in its state, or because of its type.
     pub bad_state: u64,
     /// A datagram from another virtual layer with a wrong ICRC.
     pub bad_icrc: u64,

@@ -1,7 +1,7 @@
-//! Sessions that pause: the frontend has stopped, a virtual machine say, and its memory must stay as it is.
+//! Sessions that pause: the frontend has stopped, for example a virtual machine, and its memory must stay as it is.
 //!
-//! Nothing is done for the QPs of such a session, and nothing comes in for them: to its peers it is a device whose packets are lost.
-//! What was under way goes on when the session does.
+//! Nothing is done for the QPs of such a session, and nothing comes in for them: to its peers it is a device whose
+//! packets are lost. Work under way goes on when the session does.
 
 use crate::core::Core;
 use crate::objects::{Pause, SessionId};

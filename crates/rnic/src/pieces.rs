@@ -50,7 +50,7 @@ impl World {
         World { rnic, session, vnic, pd }
     }
 
-    /// An MR of so many bytes from address 0 on: an SGE of all of it.
+    /// Registers an MR of `len` bytes from address 0 on, and returns an SGE for all of it.
     fn mr(&mut self, len: u64, backing: Backing) -> abi::Sge {
         let mr = self.rnic.reg_mr(self.session, self.pd, access::LOCAL_WRITE, 0, len, (backing, vec![]));
         abi::Sge { addr: 0, length: len as u32, lkey: mr.unwrap().1 }

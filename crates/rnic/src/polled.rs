@@ -119,7 +119,7 @@ impl Polled {
         self.groups.retain(|g| !g.doors.is_empty());
     }
 
-    /// Copies of the doorbells; `bell` has that of a page.
+    /// Copies of the doorbells. `bell` gets the doorbell of a page.
     pub fn bells(&self, bell: impl Fn(Handle<Door>) -> Option<Bell>) -> Bells {
         let of = |g: &Group| (g.doors.iter().filter_map(|&d| bell(d)).collect(), Window::default());
         Bells { groups: self.groups.iter().map(of).collect() }

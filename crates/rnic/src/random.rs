@@ -3,7 +3,7 @@
 use rand_chacha::ChaCha20Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng};
 
-/// What all random numbers of an RNIC follow from.
+/// The seed of all random numbers of an RNIC.
 #[derive(Clone)]
 pub struct Seed([u8; 32]);
 

@@ -1,8 +1,9 @@
-//! Who may talk to whom: the rules at work. `docs/rules.md` says what they mean.
+//! Applies the rules that say which vRNICs may talk to each other; `docs/rules.md` explains them.
 //!
-//! They are asked where a target is resolved: when a QP gets its peer, an address handle is made or a connection is asked for; and where a
-//! datagram or a message of connection management comes in. A connection that was made is not looked at again while it works: when the rules
-//! change, all connections and address handles of the group are *in doubt*, and [`crate::Rnic::recheck`] looks at each of them once.
+//! The rules are asked when a target is resolved: a QP gets its peer, an address handle is made, or a connection is
+//! asked for. They are also asked when a datagram or a message of connection management comes in. An established
+//! connection is not checked while it works. When the rules change, all connections and address handles of the group
+//! are *in doubt*, and [`crate::Rnic::recheck`] checks each of them once.
 
 use unirdma_formats::cm::{Mad, Message};
 use unirdma_formats::{Gid, QpState};
@@ -43,7 +44,8 @@ impl Core {
         self.objects.ahs.handles(own).into_iter().for_each(|h| self.recheck_ah(h));
     }
 
-    /// Looks at so many connections and address handles that are in doubt, and ends those that are not allowed. True if others are left.
+    /// Checks up to `most` connections and address handles that are in doubt, and ends those that the rules forbid.
+    /// True if others are left.
     pub(crate) fn recheck_objects(&mut self, most: usize) -> bool {
         for _ in 0..most {
             if let Some(h) = self.doubts.qps.pop() {
@@ -75,7 +77,7 @@ impl Core {
         q.wire_mut().into_iter().for_each(|w| w.path.link(linked));
         if barred {
             self.count_refused(vnic);
-            // What is not reliable is lost from now on, as without a link.
+            // The packets of an unreliable QP are lost from now on, as without a link.
             if reliable {
                 self.execute_with(|e, core| e.sever(core, h));
             }
@@ -96,7 +98,7 @@ impl Core {
         }
     }
 
-    /// The number of the group of whoever a group reaches by a GID, if that is another group.
+    /// The number of the group that group `group` reaches by `gid`, if that is another group.
     pub(crate) fn across(&self, group: u32, gid: Gid) -> Option<u32> {
         if self.objects.find_vnic(group, gid).is_some() {
             return None;
@@ -104,8 +106,8 @@ impl Core {
         self.net.routes.get(&(group, gid)).and_then(|route| self.net.other_group(group, route))
     }
 
-    /// Whether a vRNIC may begin to talk to the holder of a GID, and whether that one may begin to talk to it. `across` is the number of the
-    /// holder's group, if that is another one.
+    /// Whether a vRNIC may begin to talk to the holder of GID `peer`, and whether the holder may begin to talk to the
+    /// vRNIC. `across` is the number of the holder's group, if that is another one.
     fn verdict(&self, id: VnicId, peer: Gid, across: Option<u32>) -> (bool, bool) {
         let Some(v) = self.objects.vnics.get(id.0) else { return (false, false) };
         let Some(GroupRules { vni, policy }) = self.net.rules.get(&v.group) else { return (true, true) };
@@ -140,7 +142,7 @@ impl Core {
         out || back && self.objects.vnics.get(id.0).is_some_and(|v| v.begun.has(peer))
     }
 
-    /// A vRNIC is about to send datagrams to the holder of a GID, who may answer.
+    /// A vRNIC is about to send datagrams to the holder of a GID, which may answer.
     pub(crate) fn note_begun(&mut self, id: VnicId, peer: Gid, across: Option<u32>) {
         if self.verdict(id, peer, across) == (true, false)
             && let Some(v) = self.objects.vnics.get_mut(id.0)
@@ -149,7 +151,7 @@ impl Core {
         }
     }
 
-    /// True if a vRNIC takes a datagram from the holder of a GID: that one may begin to send, or this one has begun.
+    /// True if a vRNIC takes a datagram from the holder of a GID: the holder may begin to send, or the vRNIC has begun.
     pub(crate) fn may_hear(&mut self, id: VnicId, from: Gid, across: Option<u32>) -> bool {
         let (out, back) = self.verdict(id, from, across);
         if out && back {
@@ -164,7 +166,8 @@ impl Core {
         hears
     }
 
-    /// True if a vRNIC takes a message of connection management from the holder of a GID. Who may not begin may answer.
+    /// True if a vRNIC takes a message of connection management from the holder of a GID. A side that may not begin may
+    /// answer.
     pub(crate) fn may_hear_mad(&mut self, id: VnicId, from: Gid, across: Option<u32>, mad: &[u8]) -> bool {
         let (out, back) = self.verdict(id, from, across);
         if out && back {

@@ -16,9 +16,9 @@ use crate::path::{Arrival, Route};
 use crate::random::Seed;
 use crate::software::Software;
 
-/// The software RNIC of one host. The crate's first page says in what order it is called.
+/// The software RNIC of one host. The crate's documentation says in which order its methods are called.
 ///
-/// What concerns no connection management is a method of its core, which it dereferences to.
+/// Derefs to [`Core`], which has all methods but those for connection management.
 pub struct Rnic {
     pub(crate) core: Core,
     pub(crate) cm: Cm,
@@ -76,8 +76,9 @@ impl Rnic {
         self.core.remove_vnic(id);
     }
 
-    /// Ends up to `most` of the objects of a session that do something by themselves, first its connections; true if others are left.
-    /// Whoever is about to end the session does this with pauses, so that others have the RNIC in between.
+    /// Ends up to `most` of the objects of a session that do something by themselves, first its connections; true if
+    /// others are left. A caller that is about to end the session calls this with pauses, so that others have the RNIC
+    /// in between.
     pub fn quiesce_session(&mut self, id: SessionId, most: usize) -> bool {
         self.manager().forget_ids(id, most) || self.core.quiesce_objects(id, most)
     }
@@ -117,8 +118,8 @@ impl Rnic {
         }
     }
 
-    /// Looks at so many connections and address handles that are in doubt since the rules have changed, and ends those that are not allowed.
-    /// True if others are left.
+    /// Checks up to `most` connections and address handles that are in doubt since the rules have changed, and ends
+    /// those that the rules forbid. True if others are left.
     pub fn recheck(&mut self, most: usize) -> bool {
         self.core.recheck_objects(most) || self.manager().recheck(most)
     }

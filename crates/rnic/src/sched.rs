@@ -18,16 +18,18 @@ use crate::slab::{Beside, Handle};
 pub(crate) const MOMENT_NS: u64 = 5_000;
 /// Virtual nanoseconds of a nanosecond at weight 1.
 const SCALE: u64 = 1 << 16;
-/// Stopped timers of a vRNIC are thrown away when it has so many more timers than twice those that were left the last time.
+/// Stopped timers of a vRNIC are removed when it has this number of timers more than twice those that were left the
+/// last time.
 const MANY_TIMERS: usize = 1024;
-/// So many turns and kicks of a vRNIC in succession may find nothing to do: a program's request may be executed before the program rings.
+/// Empty turns and kicks of a vRNIC in succession that cost it nothing: a program's request may be executed before the
+/// program rings.
 const FEW_IN_VAIN: u64 = 4;
-/// For each further one its doorbells are not looked at for so long after it, nanoseconds,
+/// For each further one, its doorbells are not polled for this time longer, ns.
 const MUTE_STEP_NS: u64 = 1_000;
-/// and at most for so long.
+/// Longest time for which they are not polled, ns.
 const MUTE_NS: u64 = 50_000;
 
-/// What a timer of a vRNIC is for.
+/// The purpose of a timer of a vRNIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Due {
     /// The wait of a QP is over, if it is still the wait with this number.
@@ -40,18 +42,18 @@ pub(crate) enum Due {
     Events(Handle<Cq>),
 }
 
-/// What a vRNIC has to do.
+/// The work that a vRNIC has to do, and its accounts.
 struct Agenda {
     weight: u32,
-    /// What it was charged, virtual nanoseconds.
+    /// Time that it was charged, virtual nanoseconds.
     charged: u64,
-    /// What its turns took, nanoseconds.
+    /// Time that the RNIC has worked for it, nanoseconds.
     busy_ns: u64,
     /// It is in [`Scheduler::ready`], or has its turn.
     queued: bool,
-    /// How many turns and kicks found nothing to do since one did.
+    /// Turns and kicks in succession that found nothing to do.
     in_vain: u64,
-    /// Its doorbells are not looked at before this time, nanoseconds.
+    /// Its doorbells are not polled before this time, nanoseconds.
     muted_until: u64,
     /// See [`Scheduler::starve`].
     starved: bool,
@@ -88,7 +90,7 @@ pub(crate) struct Scheduler {
     ready: BinaryHeap<Reverse<(u64, VnicId)>>,
     /// When the first timer of each vRNIC that has one fires.
     wakes: BTreeSet<(u64, VnicId)>,
-    /// What the vRNIC of the last turn had been charged when the turn began.
+    /// The charge of the vRNIC of the last turn when that turn began, virtual nanoseconds.
     clock: u64,
     /// QPs that want a turn in a moment, with the time of that turn. The delay is the same for all, so they are in order.
     soon: VecDeque<(u64, Handle<Qp>)>,
@@ -140,7 +142,7 @@ impl Scheduler {
         self.ready.iter().map(|r| r.0.1)
     }
 
-    /// True if there is work beside that of the QP of this vRNIC that has its turn.
+    /// True if there is other work beside the QP of this vRNIC that has its turn.
     pub fn has_others(&self, id: VnicId) -> bool {
         self.has_ready() || self.agendas.get(id.0).is_some_and(|a| !a.run.is_empty())
     }
@@ -167,7 +169,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives a QP a turn at time `at`, which is not before that of an earlier call.
+    /// Gives a QP a turn at time `at`, which is not before the time of an earlier call.
     pub fn soon(&mut self, at: u64, qp: Handle<Qp>) {
         self.soon.push_back((at, qp));
     }
@@ -204,8 +206,8 @@ impl Scheduler {
         Some(due)
     }
 
-    /// True if a look at the doorbells of the vRNIC is worth its time: its turns have come to all that have rung, and they do not ring for
-    /// nothing all the time. Such a look would cost a cache miss for each page.
+    /// True if polling the doorbells of the vRNIC is worth its time: all pages that have rung had their turn, and the
+    /// vRNIC does not keep ringing for nothing. Polling costs a cache miss for each page.
     pub fn listens(&self, id: VnicId, now: u64) -> bool {
         self.agendas.get(id.0).is_some_and(|a| a.rung.is_empty() && a.muted_until <= now)
     }
@@ -250,8 +252,8 @@ impl Scheduler {
         None
     }
 
-    /// The turn of a vRNIC took so long, nanoseconds, and found nothing to do if it was `in_vain`. If there is more to do, it has
-    /// another turn.
+    /// Ends the turn of a vRNIC, which took `ns` nanoseconds and found nothing to do if it was `in_vain`. If there is
+    /// more to do, the vRNIC gets another turn.
     pub fn end_turn(&mut self, id: VnicId, now: u64, ns: u64, in_vain: bool) {
         self.charge(id, ns);
         let Some(a) = self.agendas.get_mut(id.0) else { return };
@@ -273,7 +275,7 @@ impl Scheduler {
         self.agendas.get_mut(id.0).into_iter().for_each(|a| a.note_vain(now));
     }
 
-    /// True if the vRNIC rings or kicks for nothing all the time, so that its doorbells are not looked at for a moment.
+    /// True while the doorbells of the vRNIC are not polled because it keeps ringing or kicking for nothing.
     pub fn is_muted(&self, id: VnicId, now: u64) -> bool {
         self.agendas.get(id.0).is_some_and(|a| a.muted_until > now)
     }
@@ -288,7 +290,7 @@ impl Scheduler {
         self.agendas.get(id.0).is_some_and(|a| a.starved)
     }
 
-    /// Something was done for a vRNIC that took so long, nanoseconds.
+    /// Charges a vRNIC for `ns` nanoseconds of work.
     pub fn charge(&mut self, id: VnicId, ns: u64) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.busy_ns += ns;
@@ -401,7 +403,7 @@ mod tests {
         s.remove(b);
         assert_eq!(s.next_timeout(), Some(500));
         assert_eq!(s.begin_turn(1000), Some(a));
-        // What is due and was not taken in this turn is taken in the next.
+        // A timer that was due and not taken in this turn is taken in the next.
         s.end_turn(a, 1000, 10, false);
         assert_eq!(s.begin_turn(1000), Some(a));
         assert_eq!(s.next_due(a, 1000), Some(Due::Wait(qp(1), 1)));

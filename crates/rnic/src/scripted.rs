@@ -15,7 +15,7 @@ use crate::path::{Arrival, Route};
 use crate::rnic::Rnic;
 use crate::slab::Handle;
 
-/// What an executor was told.
+/// A call that an executor has received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Told {
     Made(Object),
@@ -27,15 +27,15 @@ enum Told {
     Step,
 }
 
-/// What a test and its executor share.
+/// The state that a test and its executor share.
 #[derive(Default)]
 struct Script {
     told: Vec<Told>,
-    /// Refuses whatever is made or connected next with this status.
+    /// The status with which the next object or connection is refused.
     refuses: Option<Status>,
     /// How each WQE ends.
     ends_with: Option<WcStatus>,
-    /// What a turn costs, nanoseconds.
+    /// The cost of a turn, nanoseconds.
     cost_ns: u64,
 }
 
@@ -53,7 +53,7 @@ impl Scripted {
         s.refuses.take().map_or(Ok(()), Err)
     }
 
-    /// What it was told since this was asked last.
+    /// The calls since this was asked last.
     fn told(&self) -> Vec<Told> {
         std::mem::take(&mut self.script().told)
     }

@@ -12,7 +12,7 @@ use crate::polled::Bells;
 use crate::sched::Scheduler;
 use crate::slab::Handle;
 
-/// What a kick takes, roughly, nanoseconds: mostly the system call that takes its notification.
+/// Approximate cost of a kick, nanoseconds: mostly the system call that takes its notification.
 const KICK_NS: u64 = 500;
 
 impl Core {
@@ -106,10 +106,11 @@ impl Core {
         false
     }
 
-    /// Nobody looks at doorbells from now on before somebody kicks, so the pages that are polled ask for it. `None`, and nothing is changed,
-    /// if a doorbell has rung. Else whether somebody must look in a moment all the same: some driver counts on it, or a vRNIC rings for
-    /// nothing all the time. Its pages, which may be many, are not touched. With `starves` neither are those of vRNICs whose programs should
-    /// run now, and post receives: the caller looks in a moment.
+    /// Ends the polling of doorbells until the next kick: all polled pages ask for kicks. `None`, and nothing is
+    /// changed, if a doorbell has rung. Otherwise true if the caller must poll again in a moment all the same, because
+    /// a driver rings in bursts, or because a vRNIC keeps ringing for nothing. The pages of such a vRNIC, which may be
+    /// many, are not changed. With `starves`, neither are the pages of vRNICs whose programs should run now to post
+    /// receives: the caller polls again in a moment.
     pub fn doze(&mut self, starves: bool) -> Option<bool> {
         let bells = || self.bells_but(|s, v| s.is_muted(v, self.now) || starves && s.is_starved(v));
         let bursts = bells().any(Bell::bursts);
@@ -122,7 +123,7 @@ impl Core {
         dozes.then_some(bursts || any_muted)
     }
 
-    /// Somebody looks at doorbells again: the end of [`Core::doze`].
+    /// Ends [`Core::doze`]: doorbells are polled again.
     #[inline]
     pub fn rouse(&mut self) {
         if std::mem::take(&mut self.dozes) {
@@ -130,16 +131,16 @@ impl Core {
         }
     }
 
-    /// The doorbells that are polled, but for those of some vRNICs.
+    /// The doorbells that are polled, except for vRNICs for which `not` is true.
     fn bells_but(&self, not: impl Fn(&Scheduler, VnicId) -> bool) -> impl Iterator<Item = &Bell> {
         self.polled.doors(move |v| !not(&self.sched, v)).filter_map(|h| self.objects.doors.get(h)).map(|d| &d.bell)
     }
 
-    /// Lets doorbell pages sleep that have not rung for `idle_ns`, of those that the last round has looked at. The next
+    /// Parks doorbell pages that have not rung for `idle_ns`, of the pages that the last round has polled. The next
     /// doorbell there kicks.
     pub fn park_idle(&mut self, now: u64, idle_ns: u64) {
         let doors = &mut self.objects.doors;
-        // Of the others nobody knows whether they have rung.
+        // Nobody knows whether the other pages have rung.
         self.polled.retain_looked(|h| {
             let Some(d) = doors.get_mut(h) else { return false };
             if now.saturating_sub(d.last_rung_ns) < idle_ns {
@@ -155,8 +156,8 @@ impl Core {
         self.polled.changes()
     }
 
-    /// Copies of the doorbells that [`crate::Rnic::poll`] looks at. Whoever has them may look at them without having the RNIC, and
-    /// need not call [`crate::Rnic::poll`] while none has rung and nothing else is due.
+    /// Copies of the doorbells that [`crate::Rnic::poll`] reads. Their holder may read them without having the RNIC,
+    /// and need not call [`crate::Rnic::poll`] while none has rung and nothing else is due.
     pub fn active_bells(&self) -> Bells {
         self.polled.bells(|door| self.objects.doors.get(door).map(|d| d.bell.clone()))
     }

@@ -145,7 +145,7 @@ impl<T, K> Slab<T, K> {
     }
 }
 
-/// Values beside those of a [`Slab`], by the same handles.
+/// A table of further values for the objects of a [`Slab`], by the same handles.
 pub(crate) struct Beside<K, V>(Vec<Option<(Handle<K>, V)>>);
 
 impl<K, V> Default for Beside<K, V> {

@@ -74,7 +74,8 @@ impl Executor<Core> for Software {
     }
 }
 
-/// Ends what a QP has under way. What it has received is acknowledged, or its peer would wait in vain.
+/// Ends the work that a QP has under way. Received packets are acknowledged first, or its peer would wait for answers
+/// that never come.
 fn forget(core: &mut Core, qp: Handle<Qp>) {
     core.acknowledge_all(qp);
     core.drop_backlog(qp);

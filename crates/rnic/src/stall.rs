@@ -29,7 +29,7 @@ impl Stall {
         Some(delay)
     }
 
-    /// There is no room now for what is to be done; it is tried again after so many nanoseconds, however often.
+    /// There is no room for the request now. It is tried again after `delay_ns`, any number of times.
     pub fn rest(&mut self, now: u64, delay_ns: u64) {
         self.now = Some((now, now + delay_ns));
     }

@@ -1,4 +1,4 @@
-//! What a capture sees: packets of the network, and those that a message between two vRNICs of this host would have been.
+//! Captures packets of the network, and the packets that a message between two vRNICs of this host would have been.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ use crate::wire::request_packet;
 
 /// Most packets of a message that one step captures.
 const MAX_PACKETS: u64 = 4;
-/// What a packet takes that is captured, beside its bytes, roughly, nanoseconds.
+/// Approximate cost of a captured packet beside its bytes, nanoseconds.
 const PACKET_NS: u64 = 200;
 /// Most bytes of a message that one step captures.
 const MAX_STEP_BYTES: u64 = 16 << 10;
@@ -134,14 +134,14 @@ impl Core {
         self.taps(q).then(|| MAX_STEP_BYTES.min(MAX_PACKETS * u64::from(q.mtu)))
     }
 
-    /// What it takes to capture `bytes` of a message of QP `h`, roughly, nanoseconds; 0 if they are not captured.
+    /// Approximate cost of capturing `bytes` of a message of QP `h`, nanoseconds; 0 if they are not captured.
     pub(crate) fn tap_ns(&self, h: Handle<Qp>, bytes: u64) -> u64 {
         let tapped = self.tap.as_ref().and_then(|_| self.objects.qps.get(h)).filter(|q| self.taps(q));
         tapped.map_or(0, |q| copy_ns(bytes) + PACKET_NS * (bytes / u64::from(q.mtu) + 2))
     }
 
-    /// A job has copied these bytes of a message from `from` on, which the packets that are captured next have. Gives back what there was
-    /// before.
+    /// A job has copied these bytes of a message from offset `from` on. The packets that are captured next contain
+    /// them. Leaves the previous buffer in `copied`.
     pub(crate) fn tap_kept(&mut self, from: u64, copied: &mut Vec<u8>) {
         if let Some(t) = &mut self.tap {
             t.copied.0 = from;
@@ -171,7 +171,7 @@ impl Core {
         if !kept.is_empty() {
             let (from, copied) = &t.copied;
             let had = copied.get(off.saturating_sub(*from) as usize..).unwrap_or_default();
-            // What nobody has copied of private memory of a process is not captured.
+            // Private memory of a process is not captured unless a job has copied it.
             if self.objects.memory().load(local_side(q, w), off, kept, had) == Err(Miss::Job) {
                 kept = &mut [];
             }

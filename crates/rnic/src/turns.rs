@@ -10,17 +10,18 @@ use crate::objects::{Door, Pause, Qp, SessionId, VnicId, Wait};
 use crate::sched::Due;
 use crate::slab::{Handle, Slab};
 
-/// Most time that a vRNIC's turn takes as far as it can be foretold, nanoseconds.
+/// Longest estimated turn of a vRNIC, nanoseconds.
 const TURN_NS: u64 = 2_000;
-/// A round begins no turn after this time, nanoseconds, so that its caller can let others in: with the last turn it takes up to twice
-/// as long, if requests are short.
+/// A round begins no turn after this time, nanoseconds, so that its caller can let others in. The last turn makes it up
+/// to twice as long, if requests are short.
 const ROUND_NS: u64 = 1_500;
-/// What a round takes beside its turns, roughly, nanoseconds. A vRNIC whose turn ends a round early is charged with it. Otherwise that time
-/// would be on nobody's account, and the others would have less than their part (`attack`: backlog).
+/// Approximate cost of a round beside its turns, nanoseconds. A vRNIC whose turn ends a round early is charged with it.
+/// Otherwise that time would be on nobody's account, and the others would have less than their part (`attack`:
+/// backlog).
 const ROUND_REST_NS: u64 = 500;
-/// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
+/// Approximate cost of a timer that has fired, or of a doorbell page that has rung, nanoseconds.
 const STEP_NS: u64 = 100;
-/// What a look at a session's doorbell page takes, roughly, nanoseconds.
+/// Approximate cost of polling a session's doorbell page, nanoseconds.
 const LOOK_NS: u64 = 30;
 /// Most QPs that one round wakes because their time of [`Scheduler::soon`](crate::sched::Scheduler::soon) has come, and most that
 /// it wakes because packets can leave again.
@@ -45,8 +46,9 @@ impl Core {
         !self.polled.is_empty() && !self.dozes || self.has_runnable()
     }
 
-    /// True if the last round of [`crate::Rnic::poll_by`] ended with a doorbell that had no request behind it, and no other vRNIC
-    /// had a turn to come. Such doorbells cost their program nothing, so whoever polls should let programs have their turn first.
+    /// True if the last round of [`crate::Rnic::poll_by`] ended with a doorbell that had no request behind it, and no
+    /// other vRNIC had a turn to come. Such doorbells cost their program nothing, so the caller should let programs run
+    /// before it polls again.
     pub fn is_in_vain(&self) -> bool {
         self.in_vain
     }

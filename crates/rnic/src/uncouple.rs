@@ -27,7 +27,7 @@ impl Core {
         (local(q) == Some(p.vnic) && agrees).then_some(p)
     }
 
-    /// What an atomic has found that QP `h` has executed for its peer, and that the peer has not completed yet.
+    /// The result of an atomic that QP `h` has executed for its peer, and that the peer has not completed yet.
     pub(crate) fn found_at(&self, h: Handle<Qp>) -> Option<u64> {
         let q = self.objects.qps.get(h)?;
         let Some(p) = self.other_end(h) else {
@@ -36,7 +36,7 @@ impl Core {
         p.work.as_ref().filter(|_| p.sq_psn == q.rq_psn)?.found
     }
 
-    /// Makes connections over the wire of those between a vRNIC and others of this host, at both ends.
+    /// Turns connections between a vRNIC and others of this host into connections over the wire, at both ends.
     pub(crate) fn uncouple(&mut self, id: VnicId) {
         let crosses = |q: &Qp| q.local().is_some_and(|peer| (peer.vnic == id) != (q.vnic == id));
         let ends = self.objects.qps.handles(crosses).into_iter().map(|h| {

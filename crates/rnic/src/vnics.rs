@@ -80,7 +80,7 @@ impl Core {
         self.objects.vnics.get(id.0).map_or(Share::default(), |v| v.limit.share())
     }
 
-    /// A command of a session took so long, nanoseconds: its vRNIC is charged for it.
+    /// Charges the vRNIC of a session for a command that took `ns` nanoseconds.
     pub fn charge_command(&mut self, s: SessionId, ns: u64) {
         if let Some(s) = self.objects.sessions.get(s.0) {
             self.sched.charge(s.vnic, ns);
@@ -107,7 +107,7 @@ impl Core {
         self.objects.vnics.get(id.0).map(|v| v.counters)
     }
 
-    /// What a vRNIC has in use.
+    /// The resources that a vRNIC uses.
     pub fn usage(&self, id: VnicId) -> Usage {
         let Some(v) = self.objects.vnics.get(id.0) else { return Usage::default() };
         let Used { sessions, cqs, qps, mrs, mr_bytes, copied, copied_bytes, windows, .. } = v.used;
@@ -286,7 +286,7 @@ impl Core {
         self.net.adapts = on;
     }
 
-    /// What came in for no QP.
+    /// Packets from the network that were for no QP.
     pub fn wire_drops(&self) -> WireDrops {
         self.net.drops
     }

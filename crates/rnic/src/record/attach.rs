@@ -18,7 +18,7 @@ pub enum Way {
     Process,
     Session,
     Null,
-    /// A list that is held as that of CREATE_MR was; its pages are in the record.
+    /// A list of pages. It keeps the same value alive as at its creation; the record has the pages.
     Pages,
 }
 
@@ -26,19 +26,19 @@ pub enum Way {
 /// by their numbers in the record, and objects by the numbers that their sessions call them. `None`: there is no such memory, and
 /// nothing is restored.
 pub trait Attach {
-    /// A doorbell page of a session; 0: that of SET_DOORBELL.
+    /// Doorbell page `number` of a session; 0 names the page of SET_DOORBELL.
     fn doorbell(&mut self, session: u32, number: u32) -> Option<Bell>;
-    /// The memory of a session by bus address. Its regions have the numbers that they had.
+    /// The memory of a session by bus address. Its regions have the numbers that they had before.
     fn memory(&mut self, session: u32) -> Option<Arc<dyn Resolve>>;
-    /// The stage of a session, of so many bytes.
+    /// The stage of a session, `bytes` long.
     fn stage(&mut self, session: u32, bytes: u64) -> Option<Span>;
-    /// The ring of a CQ, with so many entries.
+    /// The ring of a CQ, with `entries` entries.
     fn cq(&mut self, session: u32, cq: u32, entries: u32) -> Option<CqRing>;
     /// The ring of an SRQ, of this layout.
     fn srq(&mut self, session: u32, srq: u32, layout: abi::QpLayout) -> Option<QpRings>;
     /// The rings of a QP, of this layout.
     fn qp(&mut self, qpn: u32, layout: abi::QpLayout) -> Option<QpRings>;
-    /// The memory of an MR of `len` bytes; [`Way::Pages`]: a list of so many pages.
+    /// The memory of an MR of `len` bytes. For [`Way::Pages`], `len` is the most pages that the list may have.
     fn mr(&mut self, session: u32, mr: u32, way: Way, len: u64) -> Option<Backing>;
 }
 

@@ -335,7 +335,7 @@ impl<'a> Known<'a> {
         ensure(psns([w.una, w.next, w.high, w.window.cut_until]), object, "a PSN")?;
         ensure(psns(w.reads.iter().copied()), object, "a PSN")?;
         let since = |a: u32, b: u32| a.wrapping_sub(b) & 0xff_ffff;
-        // What was sent lies between the oldest that has no answer and the newest.
+        // The next PSN lies between the oldest one without an answer and the newest one sent.
         let ordered = since(w.high, w.una) < 0x80_0000 && since(w.next, w.una) <= since(w.high, w.una);
         ensure(ordered || typ == QpType::Uc, object, "a PSN")?;
         ensure(w.flight.len() <= MAX_LIST && w.cursor as usize <= w.flight.len(), object, "its requests")?;

@@ -1,8 +1,9 @@
-//! What stands in a record, version 1. These types are apart from the live ones, so that the live ones can change: a change here is a
-//! new version of the format.
+//! The contents of a record. These types are separate from the live ones, so that the live ones can change: a change
+//! here is a new version of the format.
 //!
-//! Times are nanoseconds from the moment of the save, and a time that has passed is 0. Lists have one order for one state: objects stand
-//! in the order of their numbers, and queues in their own order. Structures of the device's binary interface stand as their bytes.
+//! Times are nanoseconds from the moment of the save, and a time that has passed is 0. A state has one encoding only:
+//! objects are in the order of their numbers, and queues in their own order. Structures of the device's binary
+//! interface are stored as their bytes.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -166,8 +167,8 @@ pub(crate) struct SessionData {
     pub outputs: Vec<OutputData>,
 }
 
-/// A doorbell page: its number (0: the page of SET_DOORBELL), its bits, and those of them that are free, in the order in which they
-/// came back.
+/// A doorbell page: its number (0: the page of SET_DOORBELL), its slots, and the free ones in the order in which they
+/// became free.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct DoorData {
     pub number: u32,
@@ -247,7 +248,7 @@ pub(crate) struct SrqData {
     pub xrc: Option<XrcSrqData>,
 }
 
-/// What makes an SRQ an XRC SRQ: domain and CQ of the same session, and its number in packets.
+/// The properties of an XRC SRQ: domain and CQ of the same session, and its number in packets.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct XrcSrqData {
     pub xrcd: u32,
@@ -371,7 +372,7 @@ pub(crate) enum ConnectionData {
     None,
     /// Without packets, to a QP of the same host.
     Local {
-        /// What the peer's atomic has found here that the peer has not completed yet.
+        /// The result of an atomic of the peer that was executed here and that the peer has not completed yet.
         found: Option<u64>,
     },
     Wire(Box<WireData>),
@@ -545,7 +546,7 @@ pub(crate) struct CmData {
     pub events: Vec<EventsData>,
 }
 
-/// Who has a port, in the order in which they bound it: places in the list of identifiers.
+/// The owners of a port, in the order in which they bound it, as indexes into the list of identifiers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PortData {
     pub space: u16,
@@ -553,7 +554,7 @@ pub(crate) struct PortData {
     pub ids: Vec<u32>,
 }
 
-/// A request that waits for somebody to listen.
+/// A connection request that came before a program listened.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EarlyData {
     pub until_ns: u64,
@@ -573,7 +574,7 @@ pub(crate) struct EventsData {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct CmIdData {
-    /// What its owner calls it.
+    /// Its number in its owner's session.
     pub number: u32,
     /// `None`: its program has given it back.
     pub owner: Option<u32>,
@@ -590,7 +591,7 @@ pub(crate) struct CmIdData {
     pub mtu: u8,
     pub backlog: u32,
     pub waiting: u32,
-    /// Place in the list of the one that listened.
+    /// Index of the identifier that listened.
     pub listener: Option<u32>,
     pub answers: Option<(u32, u32)>,
     pub local_id: u32,

@@ -1,15 +1,16 @@
 //! Records: a vRNIC written out as data, and read in again, on this host or on another.
 //!
-//! [`crate::Rnic::save_vnic`] may be called at any moment; nothing is drained. A record has all that the RNIC knows of a vRNIC: objects
-//! with their numbers, keys and QPNs, the requests under way with their PSNs, receives that are half filled, answers that wait,
-//! connection management, timers, and events that were not delivered. It has no memory. Rings, doorbell pages, stages and the memory of
-//! MRs belong to programs, and whoever restores a record gives them back through [`Attach`].
+//! [`crate::Rnic::save_vnic`] may be called at any moment; nothing is drained. A record has all that the RNIC knows of
+//! a vRNIC: objects with their numbers, keys and QPNs, the requests under way with their PSNs, receives that are half
+//! filled, answers that wait, connection management, timers, and events that were not delivered. It has no memory.
+//! Rings, doorbell pages, stages and the memory of MRs belong to programs, and the caller that restores a record gives
+//! them back through [`Attach`].
 //!
 //! To its peers a vRNIC that moves is one whose packets are lost for a while. Connections within a host have no packets, so
 //! [`crate::Rnic::take_vnic`] first makes them connections over the wire, at both ends (`crate::uncouple`). [`crate::Core::follow`]
 //! leads the peers to the new host of the vRNIC.
 //!
-//! The state of QPs in a record is that of the software RNIC.
+//! The QP state in a record is the state that the software RNIC has.
 //!
 //! `data` says what stands in a record. `save` writes it, `check` looks whether it is consistent, and `restore` makes a vRNIC of it;
 //! `wire` and `cm` do both for requests, connections and connection management.
@@ -31,18 +32,18 @@ use unirdma_formats::Gid;
 pub use attach::{Attach, Attached, Way};
 use data::VnicData;
 
-/// What a record begins with.
+/// The first bytes of a record.
 const MAGIC: [u8; 8] = *b"uniRDMA\0";
 /// The version that is written, and the only one that is read so far.
 const VERSION: u32 = 7;
-/// Magic, version, length of what follows the header, and checksum of all but itself.
+/// Magic, version, length of the data after the header, and a checksum of everything but itself.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 4;
 
 /// A vRNIC as data. A record that was read from bytes is consistent in itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record(VnicData);
 
-/// What is wrong with bytes that should be a record.
+/// Why bytes are no valid record.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
     /// They do not begin as a record does.
@@ -80,13 +81,13 @@ pub enum RecordError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{object}: {what}")]
 pub struct Flaw {
-    /// Which object.
+    /// The object.
     pub object: Object,
-    /// What is wrong with it.
+    /// The reason.
     pub what: What,
 }
 
-/// What is wrong with an object of a record.
+/// Why an object of a record is not valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum What {
     /// There are two of them.

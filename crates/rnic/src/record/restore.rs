@@ -475,7 +475,7 @@ impl<'a> Restorer<'a> {
         let connected = match connection {
             ConnectionData::None => Connection::None,
             ConnectionData::Local { found } => {
-                // Whoever is at the other end is looked for when all is there.
+                // The other end is looked up when all QPs are there.
                 let vnic = if is_own { self.vnic } else { VnicId(Handle::NONE) };
                 Connection::Local(Local { vnic, qp: None, found: found.map(|value| (Psn::new(*rq_psn), value)) })
             }

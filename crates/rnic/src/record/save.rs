@@ -213,7 +213,7 @@ impl<'a> Saver<'a> {
     }
 
     fn vnic(&self, id: VnicId) -> Option<VnicData> {
-        // What it has in use is counted again.
+        // A restore counts the used resources again.
         let Vnic {
             group,
             gids,
@@ -254,7 +254,7 @@ impl<'a> Saver<'a> {
 
     fn session(&self, id: SessionId) -> Option<SessionData> {
         let live = self.core.objects.sessions.get(id.0)?;
-        // What was dead is buried.
+        // Dead objects were freed before the save.
         let Session {
             vnic: _,
             number,
@@ -299,7 +299,7 @@ impl<'a> Saver<'a> {
     }
 
     fn stage(&self, s: &Stage) -> StageData {
-        // What is in use is the sum of the records.
+        // A restore derives the granules in use from the records.
         let Stage { span, used: _, ends: _, granules: _, in_use: _, cursor, given: _, released_at, kept: _ } = s;
         StageData {
             bytes: span.len() as u64,
@@ -529,7 +529,7 @@ fn output(o: &Output) -> OutputData {
     }
 }
 
-/// Where in the memory of an MR that of a window begins.
+/// The offset of a window's memory in the memory of its MR.
 fn offset(mr: &Backing, window: &Backing) -> u64 {
     match (mr, window) {
         (Backing::Mapped(all), Backing::Mapped(part)) => (part.addr() - all.addr()) as u64,

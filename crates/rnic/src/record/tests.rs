@@ -185,7 +185,7 @@ fn window(d: &mut VnicData) -> &mut MrData {
     d.sessions[0].mrs.iter_mut().find(|m| matches!(m.kind, MrKind::Window { .. })).unwrap()
 }
 
-/// What is done to a record, and what is said of it then.
+/// A change of a record, and the error that follows.
 type Case = (fn(&mut VnicData), &'static str);
 
 const NOBODY: At = At { session: 1, number: 7 };

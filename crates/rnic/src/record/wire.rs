@@ -19,7 +19,7 @@ impl Saver<'_> {
     }
 
     pub(super) fn work(&self, w: &Work) -> WorkData {
-        // The operation is that of the WQE; the wait is its QP's.
+        // The WQE contains the operation, and the QP the wait.
         let Work {
             wqe,
             op: _,
@@ -52,7 +52,7 @@ impl Saver<'_> {
     }
 
     pub(super) fn recv(&self, r: &Recv) -> RecvData {
-        // The total is that of the SGEs.
+        // The total is the sum of the SGEs.
         let Recv { wr_id, sges, num_sge, total: _, valid, staged } = r;
         let staged = staged.and_then(|Staged { owner, record, data, room }| {
             Some(StagedData { owner: *self.sessions.get(&owner)?, record, data, room })
@@ -61,9 +61,9 @@ impl Saver<'_> {
     }
 
     pub(super) fn wire(&self, w: &Wire) -> WireData {
-        // The path is looked up again, but for what makes it this connection's; timers are set in the QP's first turn. What jobs have
-        // brought is brought again, and packets that wait for jobs are as if the network had lost them. What the peer's host has taken of an
-        // unreliable connection it says of packets to come.
+        // A restore looks the path up again, except for the parts that are specific to this connection. Timers are set
+        // in the QP's first turn. Jobs read their bytes again, and packets that wait for jobs count as lost in the
+        // network. For an unreliable connection, the peer's host reports the packets that it takes from then on.
         let Wire {
             path,
             flight,
@@ -167,7 +167,7 @@ impl Saver<'_> {
         match *a {
             Answer::Ack { psn, msn } => AnswerData::Ack { psn: psn.get(), msn },
             Answer::Read { psn, msn, va, rkey, len, done, of, again } => {
-                // What it may is to read, always.
+                // The access is always remote read.
                 let Reach { pd, session, access: _ } = of;
                 let (pd, memory) = (self.pds.get(&pd).copied(), self.sessions.get(&session).copied());
                 AnswerData::Read { psn: psn.get(), msn, va, rkey: rkey.0, len, done, pd, memory, again }

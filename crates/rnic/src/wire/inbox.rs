@@ -39,8 +39,8 @@ impl Direction {
     }
 }
 
-/// What came of an attempt to let a job do what a request needs of a process's memory: the request waits, or is not executed now, or
-/// finds this fault.
+/// Handles the outcome of creating a job for a request that needs a process's memory: the request waits for the job, is
+/// executed later because there is no room for a job, or finds the returned fault.
 pub(super) fn later(w: &mut Wire, made: Made, packets: u32, now: u64) -> Result<Fault, Refusal> {
     match made {
         Made::Job(number) => {

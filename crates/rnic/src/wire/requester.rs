@@ -14,13 +14,14 @@ use crate::slab::Handle;
 
 /// Most WQEs of one QP that are under way at once.
 const MAX_FLIGHT: usize = 256;
-/// A READ is asked for in requests of this many packets, each a READ of its own to the responder, so that the window
-/// holds for responses too.
+/// A READ is split into requests of this many packets, each a READ of its own to the responder, so that the window
+/// limits responses, too.
 pub(crate) const READ_PACKETS: u32 = 32;
-/// Within a message, one packet of so many asks for an ACK. Of an unreliable connection, the packets with every 16th PSN ask the peer's
-/// host to say what it has taken.
+/// Within a message, every packet at a multiple of this number asks for an ACK. On an unreliable connection, the
+/// packets with every 16th PSN ask the peer's host to report the packets that it has taken.
 const ACK_EVERY: u32 = 16;
-/// The peer's host of an unreliable connection says what it has taken within this time, or what was sent counts as lost, ns.
+/// On an unreliable connection, packets count as lost unless the peer's host reports them as taken within this time,
+/// ns.
 const TAKEN_WITHIN_NS: u64 = 50_000_000;
 
 /// Packet `index` of the `packets` of request `w`, without its payload, and how long that is. A READ asks for `span`
@@ -113,7 +114,7 @@ impl Core {
         if begins && f.work.wqe.send_flags & send_flags::FENCE != 0 && !w.reads.is_empty() {
             return None;
         }
-        // What this packet takes of the PSN space: a READ request takes the PSNs of its responses.
+        // The PSNs that this packet uses: a READ request uses the PSNs of its responses.
         let span = if op == WrOpcode::Read { (READ_PACKETS - index % READ_PACKETS).min(f.packets - index) } else { 1 };
         let outstanding = w.next.since(w.una);
         if outstanding != 0 && outstanding + span > w.cc.packets {
@@ -445,7 +446,7 @@ impl Core {
         let (data, want): (&[u8], u64) = match (op, p.opcode.op) {
             (WrOpcode::Read, Op::ReadResponse(_)) => (p.payload, (f.work.total - off).min(q.mtu.into())),
             (WrOpcode::CmpSwap | WrOpcode::FetchAdd, Op::AtomicAck) => (&original, 8),
-            // Its answer is that of a READ of no bytes (annex A19).
+            // The answer is a READ response without payload (annex A19).
             (WrOpcode::AtomicWrite | WrOpcode::Flush, Op::ReadResponse(_)) => (p.payload, 0),
             // A response of the wrong kind (IBTA vol. 1, 9.9.2.2): the responder is broken.
             _ => return self.fail_request(h, w, WcStatus::BadRespErr),

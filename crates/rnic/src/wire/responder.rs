@@ -367,7 +367,7 @@ impl Core {
         self.reached(w, found)
     }
 
-    /// What was found in remote memory, or why the request is not executed.
+    /// The data found in remote memory, or why the request is not executed.
     fn reached<R>(&self, w: &mut Wire, r: Result<R, Fault>) -> Result<R, Refusal> {
         match r {
             Ok(found) => {
@@ -403,7 +403,7 @@ impl Core {
         Ok(psn_count(p.reth.dma_len.into(), mtu))
     }
 
-    /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
+    /// Queues the answer to an atomic write or a flush: a READ response without payload (annex A19).
     fn queue_answer(&self, h: Handle<Qp>, w: &mut Wire, psn: Psn, again: bool) {
         let Some(of) = self.objects.qps.get(h).map(|q| q.reach(access::REMOTE_READ)) else { return };
         w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: Rkey(0), len: 0, done: 0, of, again });
@@ -470,8 +470,8 @@ impl Core {
         }
     }
 
-    /// What the oldest answer, of a READ, sends next lies in the private memory of a process. Lets a job bring some of it. The fault if
-    /// that cannot be; `None` if the answer waits.
+    /// Lets a job read some of the bytes that the oldest answer, of a READ, sends next, and that lie in the private
+    /// memory of a process. Returns the fault if that is impossible; `None` if the answer waits.
     fn fetch_answer(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<Fault> {
         let Some(&Answer::Read { va, rkey, len, done, of, .. }) = w.resp.answers.front() else { return None };
         let q = self.objects.qps.get(h)?;
