@@ -171,7 +171,7 @@ mod tests {
         let known = Known::new(a).unwrap();
         assert!(known.still_ours());
         let number = known.as_raw_fd();
-        // What a program does that closes everything and opens its own files.
+        // As a program that closes all descriptors and opens its own files.
         let mine = File::open("/dev/null").unwrap();
         // SAFETY: the number is `known`'s, which sees that it is another file.
         let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });

@@ -28,7 +28,8 @@ const SPARE_BYTES: u64 = 1 << 47;
 const MAX_FAULTS: u32 = 10_000;
 /// Times in a row that a page of one range was there already when it was to be made: then it is there and cannot be used.
 const MAX_IDLE: u32 = 10_000;
-/// Pages that are made at once for whoever goes from page to page by small accesses, so that it gets a signal for each fourth one only.
+/// Pages that are made at once for a thread that goes from page to page by small accesses. It gets a signal for every
+/// fourth page only.
 const RUN: usize = 4;
 
 struct Range {
@@ -36,7 +37,8 @@ struct Range {
     len: AtomicUsize,
     /// Faults in it.
     faults: AtomicU32,
-    /// Who counts the pages that are made in its holes, in a box; null: nobody, and the kernel makes them.
+    /// The account of the pages that are made in its holes, in a box. Null: the kernel makes the pages, and nobody
+    /// counts them.
     account: AtomicPtr<Arc<dyn Account>>,
     /// The end of the pages that were made last.
     next: AtomicUsize,
@@ -59,13 +61,13 @@ static NEXT: AtomicUsize = AtomicUsize::new(0);
 static BROKEN: AtomicU64 = AtomicU64::new(0);
 static INSTALLED: OnceLock<Installed> = OnceLock::new();
 
-/// What the handler needs, made beforehand.
+/// Resources that the handler needs, made beforehand.
 struct Installed {
-    /// The file that replaces what is gone.
+    /// The file that replaces memory that is gone.
     spare: OwnedFd,
     /// Counts the ranges that broke, and the accounts that have little room left.
     event: OwnedFd,
-    /// What finds holes, or why nothing does.
+    /// The userfaultfd that finds holes, or why there is none.
     watch: io::Result<Watch>,
     page: usize,
 }

@@ -1,6 +1,7 @@
-//! Holes of sparse memory files. The kernel charges a page to whoever touches it first, so a program could let the virtual layer make
-//! pages that nobody counts. With a userfaultfd the kernel makes no page at such a touch and raises SIGBUS instead; [`crate::guard`] then
-//! asks the [`Account`] of the mapping, and makes the page itself. Touching pages that are there costs nothing more.
+//! Holes of sparse memory files. The kernel charges a page to the process that touches it first, so a program could let
+//! the virtual layer make pages that nobody counts. With a userfaultfd the kernel makes no page at such a touch and
+//! raises SIGBUS instead; [`crate::guard`] then asks the [`Account`] of the mapping, and makes the page itself.
+//! Touching pages that are there costs nothing more.
 
 use std::cell::Cell;
 use std::io;
@@ -9,7 +10,7 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 const API: libc::c_ulong = 0xc018_aa3f;
 const REGISTER: libc::c_ulong = 0xc020_aa00;
-/// `UFFDIO_REGISTER` as the second argument of `ioctl(2)`, for whoever filters system calls.
+/// `UFFDIO_REGISTER` as the second argument of `ioctl(2)`, for filters of system calls.
 pub const WATCH_REQUEST: u32 = REGISTER as u32;
 const ZEROPAGE: libc::c_ulong = 0xc020_aa04;
 /// `UFFDIO_ZEROPAGE`, as above.
@@ -21,23 +22,26 @@ const FEATURE_SIGBUS: u64 = 1 << 7;
 const USER_MODE_ONLY: i32 = 1;
 const MODE_MISSING: u64 = 1;
 
-/// What an account says of pages that are about to be made.
+/// The answer of an account about pages that are about to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Room {
     /// They are counted.
     Enough,
-    /// They are counted, and somebody should look ([`crate::guard::events`]) how many of those before are still there.
+    /// They are counted, and somebody should check ([`crate::guard::events`]) how many of the earlier ones are still
+    /// there.
     Little,
     /// There is no room for them.
     None,
 }
 
-/// Who counts the pages that are made in the holes of a mapping's files. Its methods are called in a signal handler: they use atomics only.
+/// The account of pages that are made in the holes of a mapping's files. Its methods are called in a signal handler: they
+/// use atomics only.
 pub trait Account: Send + Sync {
-    /// Counts so many bytes, if there is room.
+    /// Counts `bytes`, if there is room.
     fn take(&self, bytes: u64) -> Room;
 
-    /// Follows each [`Account::take`] that found room: of the bytes that were counted so many were made. The others count no more.
+    /// Follows each [`Account::take`] that found room: of `taken` bytes that were counted, `made` were made. The others
+    /// count no more.
     fn end(&self, taken: u64, made: u64);
 }
 
@@ -91,13 +95,13 @@ pub(crate) fn note(addr: usize) {
 /// A userfaultfd that raises SIGBUS.
 pub(crate) struct Watch(OwnedFd);
 
-/// What came of making pages.
+/// The result of making pages.
 pub(crate) enum Filled {
-    /// So many bytes are there.
+    /// This number of bytes is there now.
     Bytes(u64),
-    /// None was made, since somebody else has made the first one, or since mappings change at this moment.
+    /// No page was made, because another thread has made the first one, or because mappings change at this moment.
     Nothing,
-    /// There can be none: the file has no such page, or there is no memory.
+    /// No page is possible: the file has no such page, or there is no memory.
     Impossible,
 }
 
@@ -117,7 +121,7 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Whoever touches a hole in the range gets SIGBUS from now on.
+    /// Raises SIGBUS from now on in each thread that touches a hole in the range.
     ///
     /// # Errors
     /// Those of `UFFDIO_REGISTER`.

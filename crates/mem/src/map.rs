@@ -46,9 +46,9 @@ impl From<rustix::io::Errno> for MapError {
 struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
-    /// Where it stands among those whose faults are survived, once it does.
+    /// Its slot in the table of mappings whose faults are survived, once it has one.
     slot: Option<Slot>,
-    /// Kept as long as the mapping, for whoever asked for it.
+    /// A value of the mapping's creator that lives as long as the mapping.
     _hold: Box<dyn Any + Send + Sync>,
 }
 
@@ -92,8 +92,9 @@ fn reserve(len: usize, align: usize, hold: Box<dyn Any + Send + Sync>) -> Result
 
 /// Maps `len` bytes of a memory file at an address of the kernel's choice, where a page of that file may begin.
 ///
-/// Never at an address that is taken already (`MAP_FIXED`): files can refuse to be mapped, because of a seal or since no huge page is free,
-/// and the kernel has then unmapped what was there. Whoever mapped something at that moment would be given those addresses.
+/// Never at an address that is taken already (`MAP_FIXED`): files can refuse to be mapped, because of a seal or since
+/// no huge page is free, and the kernel has then unmapped the previous mapping. A thread that maps something at that
+/// moment would be given those addresses.
 fn map_anywhere(fd: BorrowedFd<'_>, off: u64, len: usize) -> Result<NonNull<u8>, MapError> {
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a fresh mapping at an address of the kernel's choice.
@@ -214,7 +215,7 @@ pub fn map_pieces(
 /// does not inherit them.
 ///
 /// # Errors
-/// `BadRange` if `off` is not page aligned or there are no bytes, or those of `mmap(2)`.
+/// `BadRange` if `off` is not page aligned or there are no bytes, or the errors of `mmap(2)`.
 pub fn map_device(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapError> {
     let len = usize::try_from(len).map_err(|_| MapError::BadRange)?;
     if len == 0 || off % page() != 0 {
@@ -385,7 +386,7 @@ mod tests {
         assert!(!first.is_broken());
         assert_eq!(m.load32(4096, Ordering::Relaxed), 0);
         assert!(guard::broken() > before && first.is_broken() && second.is_broken());
-        // What is left of the file is out of reach, too.
+        // The rest of the file is out of reach, too.
         assert_eq!(m.load32(0, Ordering::Relaxed), 0);
         m.store32(4096, 9, Ordering::Relaxed);
         assert_eq!(m.load32(4096, Ordering::Relaxed), 9);
@@ -555,7 +556,7 @@ mod tests {
         assert_eq!(there, std::array::from_fn(|p| 100 + p as u32));
     }
 
-    /// Whoever copies much says so, and nobody goes from page to page.
+    /// A long copy announces its length, so that its pages are made in one step.
     #[test]
     fn the_pages_of_one_copy_are_made_in_one_step() {
         const BYTES: usize = 64 << 10;

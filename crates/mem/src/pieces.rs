@@ -9,10 +9,11 @@ use crate::{Loc, Place, Span};
 /// say how many pieces a list can have.
 pub const PIECE_ALIGN: u64 = 4096;
 
-/// Pieces of windows, in order. A mapping for each would use up those of the process; this takes 24 bytes for each.
+/// Pieces of windows, in order. A mapping for each piece would use up the mappings that a process may have; this takes
+/// 24 bytes for each.
 pub struct Pieces {
     first: List,
-    /// What was added, by the place in the whole where each list begins.
+    /// Lists that were added, by the offset in the whole where each begins.
     more: BTreeMap<u64, List>,
     len: u64,
 }
@@ -21,7 +22,7 @@ struct List {
     windows: Vec<Span>,
     pieces: Vec<Piece>,
     len: u64,
-    /// Kept as long as this, for whoever asked for it.
+    /// A value of the list's creator that lives as long as the list.
     _hold: Box<dyn Any + Send + Sync>,
 }
 

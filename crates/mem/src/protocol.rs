@@ -44,7 +44,8 @@ pub trait Fence {
     }
 }
 
-/// The words of a doorbell page that a driver writes to ring for a QP, and the one that says whether the device sleeps.
+/// The words of a doorbell page that a driver writes to ring for a QP, and the word that says whether the device
+/// sleeps.
 pub struct BellWords<'a, B, K> {
     /// The word that has the QP's bit, and the bit's number.
     pub bits: (&'a B, u32),
@@ -217,14 +218,15 @@ mod loom_tests {
             BellWords { bits: (&self.bits, 5), summary: (&self.summary, 0), need_kick: &self.kick }
         }
 
-        /// The device takes what has rung, and looks at the queue if it is that of bit 5; how much it finds there.
+        /// The device takes the words that have rung, and looks at the queue if bit 5 has rung, or if `alone` is set.
+        /// Returns the queue's producer index that it finds then.
         fn look(&self, alone: bool) -> Option<u32> {
             let rung = take(&F, &self.summary) != 0 && (alone || take(&F, &self.bits) >> 5 & 1 != 0);
             rung.then(|| self.prod.load(Ordering::Relaxed))
         }
     }
 
-    /// A driver that posts once; what it finds of the device when it rings.
+    /// A driver that posts once. Its result is the state of the device that it finds when it rings.
     fn posts(page: &Arc<Page>) -> loom::thread::JoinHandle<u32> {
         let page = page.clone();
         loom::thread::spawn(move || {
@@ -324,7 +326,7 @@ mod loom_tests {
         loom::model(|| {
             let copying = Arc::new(AtomicU32::new(0));
             let moving = Arc::new(AtomicU32::new(0));
-            // Who is at the pages: both may never be.
+            // Number of sides that use the pages: never two.
             let at_pages = Arc::new(AtomicU32::new(0));
             let t = {
                 let (copying, moving, at_pages) = (copying.clone(), moving.clone(), at_pages.clone());

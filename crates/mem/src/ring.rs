@@ -292,7 +292,7 @@ impl CqRing {
         self.mask + 1
     }
 
-    /// What it knows beside its memory: completions written so far, and the arming that it served last.
+    /// The state beside its memory: completions written so far, and the arming that it served last.
     pub fn position(&self) -> (u32, u32) {
         (self.prod, self.served)
     }
@@ -432,7 +432,7 @@ impl CqTail {
 #[derive(Clone, Debug)]
 pub struct Bell(Span, Arc<Beside>);
 
-/// What is known of a doorbell page beside its bytes.
+/// The state of a doorbell page beside its bytes.
 #[derive(Debug, Default)]
 struct Beside {
     /// Device: copies that are under way.
@@ -454,8 +454,8 @@ impl Bell {
         self.0.prefetch_to_write(abi::DB_BITS + slot as usize / 64 * 8);
     }
 
-    /// Driver: rings for `slot`; unless it returns [`abi::AWAKE`], the wake virtqueue must be kicked, at once or, if it returns [`abi::NAPS`],
-    /// when completions were looked for in vain.
+    /// Driver: rings for `slot`. Unless it returns [`abi::AWAKE`], the wake virtqueue must be kicked: at once or, if it
+    /// returns [`abi::NAPS`], after completions were looked for and none was found.
     ///
     /// # Panics
     /// If `slot` is not below [`abi::MAX_QP`].
@@ -515,8 +515,8 @@ impl Bell {
         self.rung_words() != 0
     }
 
-    /// Device: takes the words that have rung, a bit for each. Whoever is the only one with a slot of a word has rung; else
-    /// [`Bell::take_bits`] says who has.
+    /// Device: takes the words that have rung, a bit for each. If only one slot of a word is in use, that slot has
+    /// rung; otherwise [`Bell::take_bits`] says which ones have.
     #[inline]
     pub fn take_words(&self) -> u64 {
         let summary = W(&self.0, abi::DB_SUMMARY);
@@ -659,7 +659,7 @@ mod tests {
             push(2, 100 + lap);
             push(1, 200 + lap);
             drv.forget(1);
-            // What comes afterwards is wanted again.
+            // Later completions are wanted again.
             push(1, 300 + lap);
             let got: Vec<u64> = std::iter::from_fn(|| drv.pop()).map(|c| c.wr_id).collect();
             assert_eq!(got, [100 + lap, 300 + lap]);

@@ -178,8 +178,8 @@ impl Span {
     #[inline]
     pub fn read(&self, off: usize, dst: &mut [u8]) {
         let src = self.at(off, dst.len());
-        // SAFETY: source checked, destination private and exclusive. A concurrent writer can tear
-        // the copy; whoever reads it validates the private copy.
+        // SAFETY: source checked, destination private and exclusive. A concurrent writer can tear the copy; its reader
+        // validates the private copy.
         unsafe { crate::transfer::copy_raw(dst.as_mut_ptr(), src, dst.len()) };
     }
 

@@ -6,7 +6,7 @@ use crate::{Bell, ProcMem, Span, guard, holes};
 
 /// Bytes at the end of a copy that are written one word at a time, last.
 const TAIL: usize = 64;
-/// A copy of more bytes than this may touch so many pages that those of holes are made at once.
+/// A copy of more bytes than this may touch many pages, so that pages in holes are made in one step.
 const MANY: usize = 4096;
 
 /// Where memory is.
@@ -136,7 +136,7 @@ impl Fault {
         matches!(self, Fault::SourceMoves | Fault::DestinationMoves)
     }
 
-    /// What it is once nobody will try again.
+    /// The same fault once the copy will not be tried again.
     pub fn lasting(self) -> Self {
         match self {
             Fault::SourceMoves => Fault::Source,
@@ -145,7 +145,7 @@ impl Fault {
         }
     }
 
-    /// What it is for somebody who calls the source the destination.
+    /// The same fault for a caller that calls the source the destination.
     pub fn reversed(self) -> Self {
         match self {
             Fault::Source => Fault::Destination,
@@ -329,8 +329,8 @@ pub fn atomic_u64(at: Place<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
 #[repr(C, packed)]
 struct Word(u64);
 
-/// Copies `len` bytes so that the last [`TAIL`] of them become visible after the rest, in address
-/// order. The ranges may overlap, as those of two MRs of one application may.
+/// Copies `len` bytes so that the last [`TAIL`] of them become visible after the rest, in address order. The ranges may
+/// overlap, as two MRs of one application may.
 ///
 /// # Safety
 /// Both ranges must be valid; either may be written by others meanwhile, so the bytes copied are any
@@ -376,7 +376,7 @@ pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
 mod tests {
     use super::*;
 
-    /// A place without another end than that of its memory.
+    /// A place that ends only where its memory ends.
     fn whole(at: Loc<'_>) -> Place<'_> {
         Place::new(at, u64::MAX)
     }

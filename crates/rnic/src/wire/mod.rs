@@ -122,8 +122,8 @@ impl Core {
         Some(r)
     }
 
-    /// Acknowledges what QP `h` has received, before the QP is reset, destroyed or flushed; otherwise its peer would wait for an
-    /// ACK that never comes.
+    /// Acknowledges what QP `h` has received, before the QP is reset, destroyed or flushed; otherwise its peer would
+    /// wait for an ACK that never comes.
     pub(crate) fn acknowledge_all(&mut self, h: Handle<Qp>) {
         self.with_wire(h, |rnic, w| rnic.send_last_ack(h, w));
     }
