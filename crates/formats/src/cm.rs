@@ -188,7 +188,7 @@ pub enum Message {
 pub struct Mad {
     /// Chosen by the requester, repeated in answers.
     pub tid: u64,
-    /// What it says.
+    /// The message.
     pub message: Message,
 }
 

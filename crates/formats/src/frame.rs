@@ -1,5 +1,5 @@
-//! What an Ethernet frame claims of its sender: the source address of its packet, and in ARP and neighbour discovery whose
-//! link-layer address it tells. RFC 826, 5227, 791, 8200, 4861, 6980, 7112.
+//! The claims of an Ethernet frame about its sender: the source address of its packet, and the link-layer address that
+//! ARP and neighbour discovery announce. RFC 826, 5227, 791, 8200, 4861, 6980, 7112.
 //!
 //! Frames are hostile. Whatever a receiver could understand in another way than this parser is refused: VLAN tags, other
 //! protocols, a chain of extension headers that does not fit into a packet's first fragment, contradictory options.
@@ -12,11 +12,11 @@ use crate::net::ETH_BYTES;
 /// Why a frame is not what its sender may send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The Ethernet source address is another one's.
+    /// The Ethernet source address belongs to somebody else.
     Mac,
-    /// The source address of its IP packet is another one's.
+    /// The source address of its IP packet belongs to somebody else.
     Address,
-    /// ARP or neighbour discovery that tells where somebody else is, or speaks as a router.
+    /// ARP or neighbour discovery that announces the place of somebody else, or speaks as a router.
     Neighbour,
     /// Neither IPv4, IPv6 nor ARP, or with a VLAN tag.
     Protocol,
@@ -24,14 +24,14 @@ pub enum Refused {
     Malformed,
 }
 
-/// What a frame says of its sender, beside the Ethernet source address.
+/// The claims of a frame about its sender, beside the Ethernet source address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Claims {
-    /// Source address of an IP packet; `None` for ARP, and for a packet of somebody who has no address yet.
+    /// Source address of an IP packet; `None` for ARP, and for a packet of a sender that has no address yet.
     pub source: Option<IpAddr>,
-    /// The address of which it tells where it is.
+    /// The address whose place it announces.
     pub located: Option<IpAddr>,
-    /// The link-layer address that it tells.
+    /// The link-layer address that it announces.
     pub link: Option<Mac>,
     /// It speaks as a router: an advertisement or a redirect.
     pub router: bool,
@@ -67,7 +67,7 @@ impl Claims {
     /// Checks that all of this is true of a sender with this MAC and these addresses.
     ///
     /// # Errors
-    /// What is not.
+    /// The claim that is not true.
     pub fn check(&self, mac: Mac, own: &[IpAddr]) -> Result<(), Refused> {
         let is_own = |a: &IpAddr| own.contains(a);
         if !self.source.iter().all(is_own) {
@@ -80,10 +80,10 @@ impl Claims {
     }
 }
 
-/// What a frame is to those who talk to each other.
+/// The kind of a frame, as the rules for traffic distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Talk {
-    /// ARP or neighbour discovery: it finds somebody, or lets itself be found.
+    /// ARP or neighbour discovery: it looks for somebody, or answers.
     Neighbour,
     /// Asks for a TCP connection.
     Opening,
@@ -93,14 +93,14 @@ pub enum Talk {
     Other,
 }
 
-/// Who talks to whom in a frame.
+/// Source, destination and kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heading {
-    /// Source or sender; `None` for somebody who has no address yet.
+    /// Source or sender; `None` for a sender that has no address yet.
     pub from: Option<IpAddr>,
-    /// Destination; of ARP and of a neighbour solicitation whom it looks for.
+    /// Destination; for ARP and a neighbour solicitation, the address that is looked for.
     pub to: IpAddr,
-    /// What it is.
+    /// Its kind.
     pub talk: Talk,
 }
 
@@ -203,7 +203,7 @@ fn ipv6(p: &[u8]) -> Result<Claims, Refused> {
     }
 }
 
-/// What the chain of extension headers leads to.
+/// The header at the end of the chain of extension headers.
 enum Last<'a> {
     Icmp { message: &'a [u8], fragmented: bool },
     Tcp(&'a [u8]),
@@ -251,7 +251,8 @@ fn icmpv6(m: &[u8], source: Ipv6Addr, fragmented: bool) -> Result<Claims, Refuse
     const TARGET_LINK: u8 = 2;
     let kind = *m.first().ok_or(Refused::Malformed)?;
     let says = Claims { source: Some(source.into()), ..Claims::default() };
-    // Who has no address yet asks for duplicates and routers, and reports its groups (RFC 4861, 4.1 and 4.3; RFC 3590).
+    // A sender without an address looks for duplicates and routers, and reports its groups (RFC 4861, 4.1 and 4.3; RFC
+    // 3590).
     let unnamed = Claims { source: says.source.filter(|_| !source.is_unspecified()), ..says };
     let (options_at, claims) = match kind {
         REPORT | DONE | REPORT_2 => return Ok(unnamed),

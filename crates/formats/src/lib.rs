@@ -1,8 +1,8 @@
 //! The field's numbers and names: QPNs, keys, PSNs, GIDs, and the enumerations of verbs.
 //!
-//! This crate knows nothing of memory, devices or processes and depends on no other crate of the
-//! workspace. It must never do I/O, allocate on a data path, or read a clock. Values are those of
-//! the InfiniBand Architecture Specification volume 1 and of `ibv_*(3)`.
+//! This crate knows nothing of memory, devices or processes and depends on no other crate of the workspace. It must
+//! never do I/O, allocate on a data path, or read a clock. Values are defined by the InfiniBand Architecture
+//! Specification volume 1 and by `ibv_*(3)`.
 
 pub mod cm;
 pub mod frame;

@@ -57,7 +57,7 @@ impl Flow {
         Flow { src, dst, src_port: port, dst_port: port, traffic_class: 0, hop_limit: HOP_LIMIT, ip_id: 0 }
     }
 
-    /// What the ICRC of its packets covers of the headers.
+    /// The header fields that the ICRC of its packets covers.
     pub fn envelope(&self) -> Envelope {
         Envelope { src: self.src, dst: self.dst, src_port: self.src_port, ip_id: self.ip_id }
     }
@@ -76,7 +76,7 @@ impl Flow {
         if self.src.is_ipv4() { 20 } else { 40 }
     }
 
-    /// Writes the IP header of a packet with `after` bytes after it; how many bytes it has.
+    /// Writes the IP header of a packet with `after` bytes after it. Returns the length of the header.
     fn put_ip(&self, out: &mut [u8], after: usize) -> usize {
         let n = self.ip_bytes();
         let out = &mut out[..n];
@@ -120,7 +120,8 @@ impl Flow {
         n + 8
     }
 
-    /// What the receiver of a datagram finds before its data: the IPv6 header, or 20 undefined bytes and the IPv4 one.
+    /// The first bytes of a received datagram, before its data: the IPv6 header, or 20 undefined bytes and the IPv4
+    /// header.
     pub fn grh(&self, payload: usize) -> [u8; GRH_BYTES] {
         let mut b = [0; GRH_BYTES];
         let skip = GRH_BYTES - self.ip_bytes();
@@ -190,14 +191,15 @@ pub fn vxlan(vni: u32) -> [u8; VXLAN_BYTES] {
     b
 }
 
-/// The VXLAN header of network identifier `vni`, from a sender whose own network is `from`. Its number stands in the first three reserved bytes.
+/// The VXLAN header of network identifier `vni`, from a sender whose own network is `from`. The first three reserved
+/// bytes contain `from`.
 pub fn vxlan_from(vni: u32, from: u32) -> [u8; VXLAN_BYTES] {
     let mut b = vxlan(vni);
     b[1..4].copy_from_slice(&from.to_be_bytes()[1..]);
     b
 }
 
-/// The network of the sender of a packet with this VXLAN header, if it is another one than that of the packet.
+/// The own network of the sender of a packet with this VXLAN header; `None` if that is the network of the packet.
 pub fn vxlan_source(header: &[u8; VXLAN_BYTES]) -> Option<u32> {
     let from = u32::from_be_bytes([0, header[1], header[2], header[3]]);
     (from != 0).then_some(from)

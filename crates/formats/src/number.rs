@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Values by numbers that are random or counted, such as keys and handles. Whoever chooses the numbers can make the table slow:
-/// not for numbers that come from a peer.
+/// Values by numbers that are random or counted, such as keys and handles. It is not for numbers that a peer chooses,
+/// because the peer could choose them so that the table gets slow.
 pub type ByNumber<T> = HashMap<u32, T, BuildHasherDefault<NumberHash>>;
 
 /// The hash of [`ByNumber`]: one multiplication.

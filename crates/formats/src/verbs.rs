@@ -52,7 +52,7 @@ code!(
 );
 
 code!(
-    /// What a send work request does (`enum ibv_wr_opcode`).
+    /// Operation of a send work request (`enum ibv_wr_opcode`).
     WrOpcode {
         /// RDMA WRITE.
         Write = 0,
@@ -143,11 +143,11 @@ impl WrOpcode {
     pub fn has_imm(self) -> bool {
         matches!(self, WrOpcode::SendImm | WrOpcode::WriteImm)
     }
-    /// True if the responder answers with more than an ACK, as to a READ: it holds only so many of those.
+    /// True if the responder answers with more than an ACK, as to a READ. It holds a limited number of such answers.
     pub fn returns_data(self) -> bool {
         self.stores_locally() || matches!(self, WrOpcode::AtomicWrite | WrOpcode::Flush)
     }
-    /// True if what the responder answers is put into the requester's memory: READ and the atomics that fetch.
+    /// True if the responder's answer is put into the requester's memory: READ and the atomics that fetch.
     pub fn stores_locally(self) -> bool {
         self == WrOpcode::Read || self.is_atomic()
     }
@@ -274,7 +274,7 @@ pub mod access {
         LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND | FLUSH_GLOBAL | STAGE;
     /// Flags that memory may be given which work requests register.
     pub const FAST_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC;
-    /// Flags that the grant of a memory window may carry; that of local access means nothing.
+    /// Flags that the grant of a memory window may carry. Local access means nothing there.
     pub const MW_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | ZERO_BASED;
     /// Memory windows may be bound to it.
     pub const MW_BIND: u32 = 1 << 4;
@@ -286,9 +286,9 @@ pub mod access {
     pub const HUGETLB: u32 = 1 << 7;
     /// Peers may flush, so that everybody sees what they wrote.
     pub const FLUSH_GLOBAL: u32 = 1 << 8;
-    /// Peers may flush to memory that outlives power failures, which there is none of.
+    /// Peers may flush to memory that outlives power failures. No such memory is supported.
     pub const FLUSH_PERSISTENT: u32 = 1 << 9;
-    /// Flags that a QP may be given; those of memory mean nothing to it.
+    /// Flags that a QP may be given. The flags of memory mean nothing to it.
     pub const QP_ACCEPTED: u32 = 0x3ff | OPTIONAL_RANGE;
     /// Flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
     pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;

@@ -65,7 +65,7 @@ impl Part {
     }
 }
 
-/// What a packet is, without its transport.
+/// The operation of a packet, without its transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
     /// Part of a SEND.
@@ -92,7 +92,7 @@ pub enum Op {
     Cnp,
 }
 
-/// What follows the payload's sender: immediate data, or a key to invalidate.
+/// The additional value that a packet carries to the receiver: immediate data, or a key to invalidate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Extra {
     /// Nothing.
@@ -108,7 +108,7 @@ pub enum Extra {
 pub struct Opcode {
     /// The transport.
     pub transport: Transport,
-    /// What it is.
+    /// The operation.
     pub op: Op,
     /// Whether immediate data or a key comes along.
     pub extra: Extra,
@@ -320,9 +320,9 @@ pub struct AtomicEth {
     pub va: u64,
     /// Its key.
     pub rkey: u32,
-    /// What to swap in, or to add.
+    /// The value to swap in, or to add.
     pub swap_add: u64,
-    /// What must be there.
+    /// The value that must be there.
     pub compare: u64,
 }
 
@@ -369,12 +369,12 @@ pub struct Packet<'a> {
     pub reth: Reth,
     pub aeth: Aeth,
     pub atomic: AtomicEth,
-    /// What an atomic found (AtomicAckETH).
+    /// The value that an atomic found (AtomicAckETH).
     pub original: u64,
     pub deth: Deth,
     /// Number of the SRQ that an XRC request is for.
     pub srqn: u32,
-    /// What a flush is of: see [`flush`].
+    /// Placement and level of a flush: see [`flush`].
     pub flush: u32,
     /// Immediate data as the application gave it (network order in memory), or the rkey to invalidate.
     pub extra: u32,
@@ -433,7 +433,7 @@ impl<'a> Packet<'a> {
     /// Reads a packet without its ICRC.
     ///
     /// # Errors
-    /// What is wrong with the bytes. Nothing about keys, sequence or lengths of a message is checked here.
+    /// The flaw of the bytes. Keys, sequence and lengths of a message are not checked here.
     pub fn parse(bytes: &'a [u8]) -> Result<Packet<'a>, Malformed> {
         let mut r = Reader(bytes);
         let raw = r.u8()?;

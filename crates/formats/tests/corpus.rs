@@ -1,4 +1,4 @@
-//! What fuzzing has found worth keeping.
+//! Inputs from fuzzing that are worth keeping.
 #![allow(missing_docs)]
 
 mod common;

@@ -42,7 +42,7 @@ fn the_kernels_packets_are_understood_and_made_alike() {
         let n = p.put(&mut again, p.payload.len());
         again.truncate(n);
         again.extend_from_slice(p.payload);
-        // What the padding holds is the sender's business.
+        // The sender may put anything into the padding.
         again.extend_from_slice(&body[body.len() - padding(p.payload.len())..]);
         assert_eq!(&again, body);
         assert_eq!(icrc(e, body).to_le_bytes(), crc);

@@ -41,7 +41,7 @@ impl<G, A> Selector<G, A> {
     }
 }
 
-/// What a rule says of those whom it concerns.
+/// The verdict of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Action {

@@ -5,8 +5,8 @@ use std::hash::Hash;
 
 use crate::{Action, Rule, Selector};
 
-/// A vRNIC to ask a [`Policy`] about: its group, and its addresses as far as they are known. A host knows all addresses of its own vRNICs, and
-/// of those of other hosts the one address that it deals with.
+/// A vRNIC to ask a [`Policy`] about: its group, and its known addresses. A host knows all addresses of its own vRNICs,
+/// and of a vRNIC of another host the one address that it deals with.
 #[derive(Debug)]
 pub struct Party<'a, G, A> {
     /// Its group.
@@ -24,13 +24,13 @@ impl<G, A> Clone for Party<'_, G, A> {
 
 impl<G, A> Copy for Party<'_, G, A> {}
 
-/// Who begins, and with whom.
+/// The side that begins, and the other side.
 type Pair<G, A> = (Selector<G, A>, Selector<G, A>);
 
 /// Rules, made ready to be asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy<G: Eq + Hash, A: Eq + Hash> {
-    /// By who begins and with whom, what the rule says that wins among those for exactly these two selectors.
+    /// For each pair, the winner of the rules for exactly these two selectors: its priority and its verdict.
     pairs: HashMap<Pair<G, A>, (u16, Action)>,
     /// vRNICs that a rule names one by one. All others are known by their groups only.
     named: HashSet<(G, A)>,
@@ -102,7 +102,7 @@ impl<G: Clone + Eq + Hash, A: Copy + Eq + Hash> Policy<G, A> {
 mod tests {
     use super::*;
 
-    /// Asks rules, in their text, whether the vRNIC with the one address may begin with that of the other.
+    /// Asks rules, in their text form, whether vRNIC `from` may begin to talk to vRNIC `to`.
     fn ask(rules: &[&str], from: (&str, &[u8]), to: (&str, &[u8])) -> bool {
         let rules: Vec<Rule> = rules.iter().map(|r| r.parse().unwrap()).collect();
         let policy = Policy::new(&rules);

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::{Action, Rule, Selector};
 
-/// What is wrong with the text of a rule, in a line that says what to write.
+/// Why the text of a rule is wrong, in one line that says how to write it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParseError(String);
 

@@ -33,8 +33,8 @@ pub fn send_ops(typ: QpType) -> u64 {
 /// The object of a QP, in C's eyes an `ibv_qp_ex`.
 ///
 /// # Safety
-/// `builder` and `begin` must answer for every QP that [`fill`] was called for. The batch of `begin` must keep other threads from
-/// beginning one, and may outlive the QP as far as types go: it is dropped before that.
+/// `builder` and `begin` must answer for every QP that [`fill`] was called for. The batch of `begin` must keep other
+/// threads from beginning one. By its type it may outlive the QP, but it is dropped before that.
 pub unsafe trait ExtendedQp {
     /// Its sends.
     type Batch: Batch;

@@ -10,7 +10,7 @@ use unirdma_mem::CqTail;
 pub struct Completions<M> {
     now: CqTail,
     memory: M,
-    /// What it had before it was resized, as long as completions wait there, the oldest first.
+    /// Rings from before it was resized, while completions wait there, the oldest first.
     before: VecDeque<(CqTail, M)>,
 }
 
@@ -20,9 +20,9 @@ impl<M> Completions<M> {
         Completions { now, memory, before: VecDeque::new() }
     }
 
-    /// The next completion: those of the rings before come first. Its slot stays taken until [`Completions::release`].
-    /// `skipped` is called for each completion that is not wanted any more, `empty` with the memory of each ring that is not
-    /// needed any more.
+    /// The next completion; completions of earlier rings come first. Its slot stays taken until
+    /// [`Completions::release`]. `skipped` is called for each completion that is not wanted any more, `empty` with the
+    /// memory of each ring that is not needed any more.
     #[inline]
     pub fn pop(&mut self, skipped: impl Fn(&abi::Cqe), empty: impl Fn(M)) -> Option<abi::Cqe> {
         if !self.before.is_empty()
@@ -72,13 +72,14 @@ impl<M> Completions<M> {
         self.now.arm(flags);
     }
 
-    /// The device writes to another ring from now on. What waits in those before is still taken from there.
+    /// The device writes to another ring from now on. Completions that wait in earlier rings are still taken from
+    /// there.
     pub fn replace(&mut self, now: CqTail, memory: M) {
         let now = std::mem::replace(&mut self.now, now);
         self.before.push_back((now, std::mem::replace(&mut self.memory, memory)));
     }
 
-    /// What the memory of all its rings is held by, for a CQ that is gone.
+    /// The owners of the memory of all its rings, for a CQ that is gone.
     pub fn memory(&mut self) -> impl Iterator<Item = &mut M> {
         self.before.iter_mut().map(|b| &mut b.1).chain([&mut self.memory])
     }

@@ -16,8 +16,8 @@ struct PdObj {
     /// The PD of a parent domain.
     of: *mut PdObj,
     td: *mut TdObj,
-    /// Objects in this PD as far as [`hold`] counts them, and parent domains that were made from it. Objects of a parent domain are
-    /// in its PD for the device: only here is it known that they name it.
+    /// Objects in this PD that [`hold`] counts, and parent domains that were made from it. To the device, objects of a
+    /// parent domain are in its PD; only this count knows that they name the parent domain.
     users: AtomicUsize,
 }
 
@@ -59,7 +59,7 @@ pub fn new_pd(c: ibv_pd) -> *mut ibv_pd {
 /// Ends a PD, by `destroy`, or a parent domain.
 ///
 /// # Errors
-/// `EBUSY` while something is in it, or that of `destroy`; the PD lives on.
+/// `EBUSY` while something is in it, or the error of `destroy`; the PD lives on.
 ///
 /// # Safety
 /// `pd` is one of this module, which nobody uses.

@@ -7,7 +7,7 @@ use unirdma_verbs_abi::*;
 
 use crate::Result;
 
-/// Who polls an extended CQ.
+/// The lock of an extended CQ, which the thread that polls it holds.
 #[derive(Debug)]
 pub struct Poller {
     /// Held from `start_poll` to `end_poll`.
@@ -17,7 +17,7 @@ pub struct Poller {
 }
 
 impl Poller {
-    /// Nobody, so far.
+    /// Not polled so far.
     pub fn new(single_threaded: bool) -> Self {
         Poller { polled: AtomicBool::new(false), single_threaded }
     }
@@ -38,7 +38,7 @@ impl Poller {
 /// # Safety
 /// The functions must answer for every CQ that [`fill`] was called for.
 pub unsafe trait ExtendedCq {
-    /// Who polls.
+    /// The lock of the CQ.
     ///
     /// # Safety
     /// `cq` is such a CQ.

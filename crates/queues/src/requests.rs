@@ -28,7 +28,7 @@ pub unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge]> {
 /// AH; `bind` makes the head of a request that binds a memory window.
 ///
 /// # Errors
-/// `EINVAL` for what such a QP cannot do, or those of `bind` and `post`.
+/// `EINVAL` for a request that such a QP cannot execute, or the errors of `bind` and `post`.
 ///
 /// # Safety
 /// `wr` and what it points to must be valid.
@@ -104,7 +104,7 @@ pub unsafe fn bind_request(rkey: u32, info: &ibv_mw_bind_info) -> abi::SqWqe {
 /// `EINVAL` for another window, or one of another PD.
 ///
 /// # Safety
-/// What the two name is valid or NULL.
+/// The pointers in `qp` and `b` are valid or NULL.
 pub unsafe fn bind_posted(qp: &ibv_qp, b: &ibv_send_wr_bind) -> Result<abi::SqWqe> {
     const TYPE_2: u32 = 2;
     // SAFETY: by the contract.
@@ -128,7 +128,7 @@ fn next_key(rkey: u32) -> u32 {
 /// `EINVAL` for objects of different PDs, an unknown access, a range without an MR, or a QP that is not in RTS.
 ///
 /// # Safety
-/// What the three name is valid or NULL.
+/// The pointers in `qp`, `mw` and `bind` are valid or NULL.
 pub unsafe fn bind_window(qp: &ibv_qp, mw: &ibv_mw, bind: &ibv_mw_bind) -> Result<(u32, abi::SqWqe)> {
     let info = &bind.bind_info;
     let known = access::MW_SUPPORTED | access::OPTIONAL_RANGE;

@@ -24,7 +24,7 @@ pub trait Batch {
     /// Why there is no place for it.
     ///
     /// # Safety
-    /// What `data` names must be readable memory of this process.
+    /// The memory that `data` names must be readable in this process.
     unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()>;
 
     /// Forgets all that was written.

@@ -1,4 +1,4 @@
-//! What fuzzing and its corpus do with bytes.
+//! The checks that the fuzz targets and the tests with their corpus make.
 #![allow(missing_docs)]
 
 use unirdma_formats::cm::{IpHeader, Mad};
