@@ -7,7 +7,7 @@ use unirdma_simkit::*;
 const SESSIONS: usize = 40;
 /// Rounds in which the doorbell of each session is looked at.
 const ROUNDS: usize = SESSIONS / 8 + 1;
-/// A vRNIC whose doorbells ring for nothing is looked at again after so long, nanoseconds.
+/// Longest time for which the doorbells of a vRNIC that rings for nothing are not polled, nanoseconds.
 const MUTE_NS: u64 = 50_000;
 
 /// A pair, and more sessions of a's vRNIC.
@@ -229,7 +229,8 @@ fn a_vrnic_that_is_polled_is_one_of_the_others_to_each_but_itself() {
     assert_eq!(others(&p), [false, false]);
 }
 
-/// Who wakes up last finds all doorbells asking for kicks, and who wakes first takes that back; a page that comes meanwhile is one to look at.
+/// When polling ends, all doorbells ask for kicks; when it begins again, none does. A page that is added meanwhile is
+/// polled.
 #[test]
 fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     let mut p = Pair::new();
@@ -237,7 +238,7 @@ fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     let pages = [p.a.bell.clone(), p.b.bell.clone()];
     let ring = |p: &mut Pair| {
         let how = pages.each_ref().map(|bell| bell.ring(0));
-        // Doorbells that ring for nothing are looked at later, and not asked for kicks meanwhile.
+        // Doorbells that ring for nothing are polled later, and not asked for kicks meanwhile.
         for _ in 0..2 {
             p.now += 100_000;
             p.rnic.poll(p.now);
@@ -250,7 +251,7 @@ fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     p.rnic.rouse();
     assert!(p.rnic.is_busy());
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
-    // One that rings in bursts may count on a look.
+    // A driver that rings in bursts may count on a poll.
     pages[1].set_bursts(true);
     assert_eq!(p.rnic.doze(false), Some(true));
     assert_eq!(ring(&mut p), [abi::NAPS; 2]);
@@ -260,7 +261,7 @@ fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     assert_eq!(p.rnic.doze(false), None);
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
     assert_eq!(p.rnic.doze(false), Some(true));
-    // Whoever rings by itself, and not by a kick, says so.
+    // A session that is unparked without a kick ends the doze, too.
     assert_eq!(pages[0].ring(0), abi::NAPS);
     assert!(!p.rnic.unpark(p.a.session, p.now) && p.rnic.is_busy());
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);

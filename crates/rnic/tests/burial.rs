@@ -1,5 +1,5 @@
-//! What ends much: a memory region with the MRs in it, a session with all that it has. It is dead at once, whoever looks for it, and is freed
-//! a part at a time.
+//! The end of large objects: a memory region with the MRs in it, and a session with all its objects. They are dead at
+//! once for each lookup, and are freed a part at a time.
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;

@@ -9,7 +9,7 @@ use unirdma_rnic::{Capture, Captured};
 use unirdma_simkit::net::{Faults, Net, gid, host};
 use unirdma_simkit::*;
 
-/// What was captured at a host: source, destination and opcode of each packet, all checked.
+/// The captured packets of a host: source, destination and opcode of each, all checked.
 fn captured(net: &mut Net, at: usize) -> Vec<(String, String, String)> {
     let mut all = Captured::default();
     net.rnics[at].take_captured(&mut all);
@@ -172,8 +172,8 @@ fn a_long_message_is_captured_in_steps() {
 
 const IPV4_AND_UDP: usize = 28;
 
-/// What jobs copy of private memory of processes is captured as they have copied it. Of a request that is refused nobody has read any
-/// payload, so its packet ends with its headers.
+/// Bytes that jobs copy from private memory of processes are captured as they were copied. For a refused request nobody
+/// has read any payload, so its packet ends with its headers.
 #[test]
 fn messages_of_private_memory_are_captured_as_they_were_copied() {
     for ends in [&[0][..], &[1], &[0, 1]] {

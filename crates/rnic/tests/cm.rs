@@ -17,7 +17,7 @@ use unirdma_simkit::*;
 fn a_connection_is_made_used_and_ended() {
     for (place, mut cm) in Cm::each() {
         let (a, b) = cm.connected();
-        // What one end may ask for, the other answers.
+        // Each end answers the number of READs and atomics that the other end may have outstanding.
         let attr = |cm: &mut Cm, end: usize| {
             let (s, qpn) = (cm.net.ends[end].session, cm.net.ends[end].qpn);
             cm.net.rnic(end).query_qp(s, qpn).unwrap()
@@ -172,7 +172,7 @@ fn an_address_that_appears_meanwhile_is_found() {
     let id = wait(&mut cm, 98);
     cm.net.rnic(0).set_gids(new, vec![ip(99), ip(98)]);
     assert_eq!(cm.event(0, AddrResolved).id, id);
-    // Who has given the identifier back hears nothing.
+    // A program that has destroyed the identifier gets no event.
     let id = wait(&mut cm, 97);
     cm.ask(0, CmOp::Destroy, id, |_| ()).unwrap();
     cm.net.rnic(0).set_gids(new, vec![ip(97)]);
@@ -193,7 +193,7 @@ fn timers_that_were_stopped_do_not_pile_up() {
     assert!(cm.net.rnic(0).pending_timers() < 5000, "{} timers", cm.net.rnic(0).pending_timers());
 }
 
-/// What the kernel's own peers do: each begins where the other's message says.
+/// As the kernel's own peers do: each begins where the other's message says.
 #[test]
 fn each_end_begins_where_the_other_says() {
     let (_, mut cm) = Cm::each().into_iter().nth(1).unwrap();
@@ -430,7 +430,7 @@ fn loopback_is_bound_as_a_wildcard_of_its_family() {
     assert_eq!(bind(0, addr(1, 600)), Err(Status::AddressInUse));
     bind(0, addr(1, 500)).unwrap();
     assert_eq!(bind(0, loopback("127.0.0.1", 500)), Err(Status::AddressInUse));
-    // Who listens there hears what is for the vRNIC's addresses of that family.
+    // An identifier that listens there gets requests for the vRNIC's addresses of that family.
     let l = bind(1, loopback("127.0.0.1", PORT)).unwrap();
     cm.ask(1, CmOp::Listen, l, |_| ()).unwrap();
     cm.connect(b"");

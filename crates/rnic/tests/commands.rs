@@ -1,4 +1,4 @@
-//! What commands take and refuse, as the drivers of NICs do; with data over what they made.
+//! The values that commands accept and refuse, as the drivers of NICs do, and data over the objects that they made.
 
 use unirdma_abi as abi;
 use unirdma_abi::Status::{self, BadState, BadValue};

@@ -1,4 +1,4 @@
-//! What fuzzing has found worth keeping.
+//! Inputs from fuzzing that are worth keeping.
 
 #[test]
 fn the_corpus_of_lying_peers_does_no_harm() {

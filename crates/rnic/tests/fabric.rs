@@ -28,7 +28,7 @@ fn vnics_move_and_nothing_is_lost() {
     assert!(moves > 1000, "{moves}");
 }
 
-/// What a simulation has found can be found again.
+/// A seed gives the same run again, so that a failure can be repeated.
 #[test]
 fn a_seed_replays() {
     for seed in 0..12 {

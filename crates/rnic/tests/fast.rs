@@ -233,7 +233,7 @@ fn grants_are_taken_back_and_given_anew() {
     }
 }
 
-/// What differs from a good request, and must be refused.
+/// A change of a good request. The result must be refused.
 type Change = fn(&mut Scene, &mut abi::SqWqe);
 const BAD: &[(&str, Change)] = &[
     ("no such key", |_, w| w.rkey ^= 0x100),

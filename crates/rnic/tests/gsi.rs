@@ -11,10 +11,10 @@ use unirdma_simkit::*;
 
 /// Bytes before the data of a datagram.
 const GRH: usize = 40;
-/// Where a driver puts what it sends.
+/// Where a driver puts the messages that it sends.
 const OUT: usize = 4096;
 
-/// Sends a message from the services of `e` to those of the vRNIC with the address of end `to`.
+/// Sends a message from the services of `e` to the services of the vRNIC with the address of end `to`.
 fn send(e: &mut End, to: usize, mad: &[u8]) {
     e.fill(OUT, mad);
     let mut w = abi::SqWqe { dest_qpn: GSI_QPN, qkey: GSI_QKEY, ..wqe(WrOpcode::Send, 5) };

@@ -15,7 +15,7 @@ const PAGE: u64 = 4096;
 const PAGES: u64 = 256;
 /// Where the sparse file begins, as MRs have it.
 const SPARSE: u64 = 0x9000_0000;
-/// Most pages that whoever touches a hole makes at once.
+/// Most pages that a thread which touches a hole makes at once.
 const RUN: u64 = 4;
 
 /// Counts the bytes of the pages that were made, and in how many steps.
@@ -70,13 +70,13 @@ impl Scene {
         self.made.bytes.load(Ordering::SeqCst) / PAGE
     }
 
-    /// a writes so many bytes of its memory to page `page`.
+    /// a writes `bytes` bytes of its memory to page `page`.
     fn write(&mut self, wr_id: u64, page: u64, bytes: u32) {
         let wqe = abi::SqWqe { remote_addr: SPARSE + page * PAGE, rkey: self.key, ..wqe(WrOpcode::Write, wr_id) };
         self.p.a.post(wqe, &[self.p.a.sge(0, bytes)]);
     }
 
-    /// A round without its job; how many pages it makes.
+    /// A round without its job. Returns the number of pages that it makes.
     fn round(&mut self) -> u64 {
         let before = self.pages();
         self.p.rnic.poll(self.p.now);
@@ -94,7 +94,7 @@ impl Scene {
     }
 }
 
-/// Whoever has the RNIC meets one hole. After that jobs make the pages, and others have their turns meanwhile.
+/// The thread that has the RNIC meets one hole. After that jobs make the pages, and others have their turns meanwhile.
 #[test]
 fn pages_are_made_by_jobs_and_not_while_others_wait() {
     let Some(mut s) = Scene::new() else { return };
@@ -125,8 +125,8 @@ fn the_pages_of_one_message_are_made_in_two_steps_at_most() {
     }
 }
 
-/// So are those of a vRNIC whose copies have taken long before, for whatever reason: the first job that touches a hole says that there
-/// are holes, and the owner of the hole pays for it.
+/// The pages of a message are also made in two steps if the copies of the vRNIC have taken long before, for any reason:
+/// the first job that touches a hole reports that there are holes, and the owner of the hole is charged for it.
 #[test]
 fn a_job_that_expects_no_holes_finds_them() {
     let Some(mut s) = Scene::new() else { return };
@@ -181,7 +181,8 @@ fn messages_into_holes_arrive_whole() {
     }
 }
 
-/// The time of a job that makes pages is that of the vRNIC whose memory has holes, and of a job that does not that of the requester.
+/// The time of a job that makes pages is charged to the vRNIC whose memory has holes; the time of any other job is
+/// charged to the requester.
 #[test]
 fn who_has_holes_pays_for_them() {
     const TOOK_NS: u64 = 1_000_000;
@@ -219,7 +220,7 @@ fn jobs_that_make_pages(s: &mut Scene, op: WrOpcode) -> u32 {
     jobs
 }
 
-/// Who has had many pages made gets further ones in a part of the time only, while other vRNICs have work.
+/// A vRNIC that has had many pages made gets further ones in a part of the time only, while other vRNICs have work.
 #[test]
 fn pages_take_a_part_of_the_time_from_others() {
     for op in [WrOpcode::Write, WrOpcode::FetchAdd] {

@@ -97,7 +97,7 @@ fn memory_that_a_command_takes_away_is_written_no_more() {
     let before = p.b.bytes(0, BYTES);
     run(&mut p, of_a);
     p.run(SECOND);
-    // What was stopped is tried again, and the key is gone.
+    // The copy that was stopped is tried again, and the key is gone.
     assert_eq!(status(&p.a.done()), WcStatus::RemAccessErr);
     run(&mut p, of_b);
     p.run(SECOND);
@@ -316,7 +316,7 @@ fn a_long_job_ends_in_between() {
     assert_eq!(p.b.bytes(0, 80_000), pattern(80_000, 1));
 }
 
-/// So does a message that is longer than what a job may copy in its time.
+/// A message that is longer than a job may copy in its time is continued by the next job.
 #[test]
 fn a_long_message_goes_on_where_its_job_has_ended() {
     let mut p = Pair::new();
@@ -392,7 +392,7 @@ fn a_wrong_request_ends_what_one_job_copies() {
     assert_eq!(p.b.bytes(40_000, 40_000), vec![0; 40_000]);
 }
 
-/// What a stopped job has not copied is tried again; a key that is gone by then is not used.
+/// Requests that a stopped job has not copied are tried again; a key that is gone by then is not used.
 #[test]
 fn requests_that_follow_heed_a_command_too() {
     let mut p = Pair::new();

@@ -1,4 +1,4 @@
-//! What is kept for a vRNIC is on its account, has a limit, and is given back, whatever becomes of it.
+//! Memory that is kept for a vRNIC is on its account, has a limit, and is always given back.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use unirdma_simkit::cm::addr;
 use unirdma_simkit::net::{Faults, Net, gid};
 use unirdma_simkit::*;
 
-/// An account of so many bytes.
+/// An account of `most` bytes.
 struct Limited {
     most: usize,
     used: AtomicUsize,
@@ -59,7 +59,7 @@ fn places() -> Vec<(&'static str, Net)> {
     vec![("one host", one), ("two hosts", Net::of_type(QpType::Ud, 9, Faults::default(), |a| a))]
 }
 
-/// End 0 sends so many datagrams to a QP of end 1, which takes little time.
+/// End 0 sends `datagrams` datagrams to a QP of end 1, which takes little time.
 fn send(net: &mut Net, ah: u32, dest: u32, datagrams: usize, length: u32) {
     let sge = net.ends[0].sge(0, length);
     for i in 0..datagrams {
@@ -115,7 +115,7 @@ fn a_qp_keeps_a_part_of_what_its_vrnic_may() {
             assert!((left / 2 - 8192..=left / 2).contains(&kept) || kept > MIB - 8192, "{place}: {kept} of {left}");
         }
         assert!(account.used() <= 16 * MIB, "{place}");
-        // What waits at a QP goes with it, and at the end nothing is left.
+        // The datagrams that wait at a QP are freed with it, and at the end nothing is left.
         let before = account.used();
         net.rnic(1).destroy_qp(more[0].session, more[0].qpn).unwrap();
         drop(net.rnic(1).take_dropped());

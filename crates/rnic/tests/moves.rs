@@ -55,7 +55,8 @@ fn packets_of_a_connection_have_the_class_of_its_address() {
     }
 }
 
-/// A long message between two vRNICs of a host is copied in slices. After so many of them one vRNIC moves to the other host.
+/// A long message between two vRNICs of a host is copied in slices. After `rounds` of them one vRNIC moves to the other
+/// host.
 #[test]
 fn a_message_within_a_host_goes_on_between_hosts() {
     const BYTES: usize = 500_000;
@@ -79,7 +80,7 @@ fn a_message_within_a_host_goes_on_between_hosts() {
             assert_eq!(net.ends[1].poll().len(), usize::from(op.consumes_recv()), "{about}");
             let (to, expected) = if op == WrOpcode::Read { (0, theirs) } else { (1, mine) };
             assert!(net.ends[to].bytes(0, BYTES) == expected, "{about}");
-            // What follows goes over the wire as well, both ways.
+            // Later requests go over the wire as well, both ways.
             for end in [0, 1] {
                 let (sge, key) = (net.ends[end].sge(0, 100), net.ends[1 - end].key);
                 let w = abi::SqWqe { remote_addr: IOVA, rkey: key, ..wqe(WrOpcode::Write, 5) };
@@ -186,8 +187,8 @@ fn connections_are_made_and_ended_on_the_move() {
     assert!(moves > 60, "{moves}");
 }
 
-/// What one RNIC has saved of two vRNICs at one moment another one restores, in either order. Connections between them are within
-/// the host then as they were before.
+/// One RNIC has saved two vRNICs at one moment, and another one restores them, in either order. Connections between
+/// them are within the host then as they were before.
 #[test]
 fn what_was_saved_together_is_within_a_host_again() {
     for (op, first) in [(WrOpcode::Write, 0), (WrOpcode::Write, 1), (WrOpcode::Send, 0), (WrOpcode::FetchAdd, 1)] {
@@ -243,7 +244,7 @@ fn a_connection_is_made_while_its_peer_moves() {
     }
 }
 
-/// What was to be reported is reported where the vRNIC is restored: events, and completions that wait for more of them.
+/// Reports that were due are made where the vRNIC is restored: events, and completions that wait for more of them.
 #[test]
 fn events_and_armings_are_kept() {
     let mut net = Net::together(QpType::Rc);
@@ -307,7 +308,7 @@ fn what_waits_for_a_program_waits_on() {
     let done = net.ends[1].done();
     assert_eq!((done.wr_id, done.byte_len, net.counters(1).dropped), (2, 240, 0));
     assert_eq!(net.ends[1].bytes(40, 200), pattern(200, 3));
-    // The AH of the one that stayed leads to the one that moved.
+    // The AH of the vRNIC that stayed leads to the vRNIC that moved.
     let sge = net.ends[1].sge(0, 1000);
     net.ends[1].recv(3, &[sge]);
     let sge = net.ends[0].sge(0, 200);

@@ -1,4 +1,4 @@
-//! Processes that move their pages: what needs their memory waits, and nothing else is noticed.
+//! Processes that move their pages: requests that need their memory wait, and nothing else is noticed.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode};
@@ -55,7 +55,7 @@ fn every_request(typ: QpType, ops: &[WrOpcode], mover: usize, ms: u64) {
             net.run(ms * MS);
             let (a, b) = (net.ends[0].bytes(0, len), net.ends[1].bytes(0, len));
             let stores_here = op.stores_locally();
-            // Whoever moves is not written to; an atomic may have been executed where nothing moves.
+            // The memory of the end that moves is not written. An atomic may have been executed at the other end.
             if mover == 0 || !op.is_atomic() {
                 assert_eq!(a, mine, "{about}");
             }

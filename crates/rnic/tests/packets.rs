@@ -78,7 +78,7 @@ fn what_is_sent_is_read_by_a_job() {
     }
 }
 
-/// What was read for one request is not sent for another one, whose data may be newer.
+/// Bytes that were read for one request are not sent for another one, whose data may be newer.
 #[test]
 fn each_request_is_read_anew() {
     let mut net = net(QpType::Rc, &[0]);
@@ -190,7 +190,7 @@ fn memory_that_a_command_takes_away_is_left_alone() {
         assert!(!net.rnic(1).delay_command(session), "nobody has begun");
         do_all(&mut net);
         assert_eq!(net.ends[1].bytes(0, 1000), vec![0; 1000], "{op:?}");
-        // What was stopped is tried again, and the key is gone.
+        // The packet whose job was stopped is tried again, and the key is gone.
         let (here, there) = match op {
             WrOpcode::Send => (WcStatus::RemOpErr, vec![(5, WcStatus::LocProtErr)]),
             _ => (WcStatus::RemAccessErr, vec![(5, WcStatus::WrFlushErr)]),
@@ -383,7 +383,7 @@ fn an_inbox_that_is_full_loses_packets_like_a_network() {
     assert_eq!((done(&mut net, 0), net.ends[1].bytes(0, MR_BYTES) == data), (vec![(1, WcStatus::Success)], true));
 }
 
-/// An atomic that a job has executed is not executed again where its vRNIC, or that of its requester, is restored.
+/// An atomic that a job has executed is not executed again when its vRNIC, or its requester's vRNIC, is restored.
 #[test]
 fn an_executed_atomic_is_not_repeated_by_a_move() {
     for (hosts, mover) in [(1, 0), (1, 1), (2, 0), (2, 1)] {

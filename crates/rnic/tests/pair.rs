@@ -160,7 +160,7 @@ fn a_null_mr_does_not_keep_its_pd() {
     p.rnic.dereg_mr(s, first).unwrap();
     p.rnic.destroy_pd(s, pd).unwrap();
     assert_eq!(p.rnic.dereg_mr(s, second), Err(unirdma_abi::Status::BadHandle), "it went with its PD");
-    // What has become another MR keeps it, and what was one does not any more.
+    // A null MR that becomes another MR keeps its PD; an MR that becomes a null MR no longer does.
     let backing = || (Backing::Mapped(Span::anonymous(4096)), Vec::new());
     let pd = p.rnic.create_pd(s).unwrap();
     let (kept, by) = (null(&mut p, pd), p.rnic.reg_mr(s, pd, access::LOCAL_WRITE, 0, 4096, backing()).unwrap().0);
@@ -198,7 +198,7 @@ fn moderated_events_come_after_a_count_or_a_period() {
     assert_eq!(completions(&p), 1);
     p.run(10_000);
     assert_eq!(completions(&p), 2, "50 us after the first");
-    // What waits is reported when the moderation ends, and then each at once.
+    // A completion that waits is reported when the moderation ends. After that each one is reported at once.
     p.b.cq.arm(abi::NOTIFY_NEXT);
     send(&mut p, 1);
     p.rnic.modify_cq(p.b.session, p.b.cqn, 0, 0).unwrap();
@@ -271,7 +271,7 @@ fn a_peer_that_becomes_ready_within_the_retries_is_served() {
     assert_eq!(asyncs(&p), [(p.b.qpn, AsyncEvent::CommEst)]);
 }
 
-/// What is wrong, with what each side must see.
+/// A wrong request, and the errors that each side must see.
 struct Wrong {
     name: &'static str,
     make: fn(&mut Pair) -> (abi::SqWqe, Vec<abi::Sge>),

@@ -227,7 +227,7 @@ fn a_rate_that_does_not_exist_is_refused() {
     assert_eq!(net.rnic(0).query_qp(session, qpn).unwrap().ah_attr.static_rate, 2);
 }
 
-/// Other rings for `entries` requests each way, with what waits in those of an end.
+/// Other rings for `entries` requests each way, with the requests that wait in the rings of an end.
 fn rings_of(e: &End, ctrl_of: &QpRings, entries: u32) -> QpRings {
     let cap = abi::QpCap {
         max_send_wr: entries,

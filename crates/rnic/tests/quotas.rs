@@ -157,7 +157,7 @@ fn a_multicast_group_has_room_for_so_many_qps() {
     attach(&mut r).unwrap();
 }
 
-/// A QP may be attached to 64 groups, and a vRNIC has so many attachments for each of 1024 QPs.
+/// A QP may be attached to 64 groups. The quota of a vRNIC has 64 attachments for each of 1024 QPs.
 #[test]
 fn attachments_to_multicast_groups_have_a_quota() {
     let mut r = Rnic::new(1, 0);
@@ -211,7 +211,7 @@ fn a_program_that_ends_frees_all_of_its_quota() {
     }
 }
 
-/// What is in use cannot be destroyed, whatever uses it.
+/// An object that another object uses cannot be destroyed.
 #[test]
 fn uses_are_counted() {
     let mut r = Rnic::new(1, 0);
@@ -239,7 +239,7 @@ fn uses_are_counted() {
     assert_eq!(r.usage(vnic), unirdma_rnic::Usage { sessions: 1, ..Default::default() });
 }
 
-/// What is mapped, what is copied, and windows, which are neither.
+/// Counters of mapped memory, of copied memory, and of windows, which are neither.
 #[test]
 fn memory_is_counted_by_the_way_that_it_is_reached() {
     let mut r = Rnic::new(1, 0);
@@ -258,7 +258,7 @@ fn memory_is_counted_by_the_way_that_it_is_reached() {
     let whole = r.reg_mr(s, pd, 1, 0, u64::MAX >> 1, process()).unwrap().0;
     let window = r.alloc_mw(s, pd, 1).unwrap().0;
     assert_eq!(used(&r), (1, 100, 2, 7));
-    // The memory of the one becomes that of the other.
+    // MR `mapped` gets the memory of MR `copied`.
     r.rereg_mr(s, mapped, copied).unwrap();
     assert_eq!(used(&r), (0, 0, 2, 7));
     r.dealloc_mw(s, window).unwrap();

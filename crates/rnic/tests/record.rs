@@ -58,7 +58,7 @@ fn bytes_that_are_no_record_are_refused() {
     assert!(Record::from_bytes(&bytes).is_ok());
 }
 
-/// What a host has, as far as it can be seen.
+/// The visible state of a host.
 fn seen(rnic: &mut Rnic, vnic: VnicId) -> (Vec<u8>, Usage, bool) {
     (rnic.save_vnic(0, vnic).unwrap().to_bytes().unwrap(), rnic.usage(vnic), rnic.is_busy())
 }
@@ -159,7 +159,7 @@ fn memory_that_is_missing_or_does_not_fit_is_refused() {
     for unlike_it in [false, true] {
         for skips in 0.. {
             let mut some = Forgetful { of: &mut attached, skips, unlike: unlike_it, asked: 0 };
-            // What has no other kind is given as it was.
+            // A resource of which there is no other kind is given unchanged.
             match net.rnics[0].restore_vnic(0, &record, &mut some) {
                 Err(RestoreError::NotGiven(_)) if !unlike_it => missing += 1,
                 Err(RestoreError::Unlike(_)) if unlike_it => unlike += 1,

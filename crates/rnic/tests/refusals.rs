@@ -1,5 +1,5 @@
-//! What a responder refuses, in which order it looks, and who hears of it: the same on one host and over the wire (IBTA vol. 1, 9.7.4.1
-//! and 9.9.3).
+//! The requests that a responder refuses, the order of its checks, and who is told: the same on one host and over the
+//! wire (IBTA vol. 1, 9.7.4.1 and 9.9.3).
 
 use unirdma_abi as abi;
 use unirdma_formats::AsyncEvent::{self, QpAccessErr, QpReqErr};
@@ -14,7 +14,7 @@ use unirdma_simkit::*;
 const RTS: u8 = 3;
 const ERR: u8 = 6;
 
-/// What a request came to.
+/// The outcome of a request.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     /// The status of the request.
@@ -114,7 +114,7 @@ fn a_receive_is_looked_for_before_a_key() {
         Case { op, bad_key: true, ..GOOD }.ends_so(RnrRetryExcErr, None, None);
     }
     Case { op: SendInv, bytes: 10_000, bad_key: true, ..GOOD }.ends_so(RnrRetryExcErr, None, None);
-    // The packet with the key comes before the one that takes a receive.
+    // The packet with the key comes before the packet that takes a receive.
     Case { op: WriteImm, bytes: 10_000, bad_key: true, ..GOOD }.ends_so(RemAccessErr, None, Some(QpAccessErr));
 }
 

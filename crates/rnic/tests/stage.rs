@@ -42,7 +42,7 @@ impl Staged {
         Staged { net, stages }
     }
 
-    /// What a driver does with a completion.
+    /// Handles a completion as a driver does.
     fn place(&self, end: usize, cqe: &abi::Cqe) {
         assert_ne!(cqe.staged, 0);
         let (stage, at) = (&self.stages[end], cqe.staged as usize);
@@ -100,7 +100,7 @@ fn messages_wait_until_they_are_placed() {
     }
 }
 
-/// What finds no room in the stage is written through the process.
+/// A message that finds no room in the stage is written through the process.
 #[test]
 fn without_room_it_goes_the_old_way() {
     for (place, mut s) in Staged::places(QpType::Rc) {

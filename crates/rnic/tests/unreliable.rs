@@ -246,7 +246,7 @@ fn a_round_ends_when_a_datagram_finds_no_receive() {
     assert!(net.rnic(0).take_starved() && !net.rnic(0).is_starved());
 }
 
-/// Whoever sleeps so that programs post receives hears the doorbells of others all the same.
+/// Even while the device sleeps so that programs can post receives, it sees the doorbells of others.
 #[test]
 fn programs_that_lack_receives_keep_nobody_awake_for_a_moment() {
     let mut net = Net::hosts(1, &[QpType::Ud; 3], 9, Faults::default());
@@ -356,7 +356,8 @@ fn only_unreliable_sends_come_before_a_command() {
     }
 }
 
-/// What goes to other hosts and comes from there is counted apart, for connections and for datagrams, also those that wait for a receive.
+/// Traffic to and from other hosts has its own counters, for connections and for datagrams, also for datagrams that
+/// wait for a receive.
 #[test]
 fn counters_say_what_went_over_the_network() {
     for typ in [QpType::Rc, QpType::Uc, QpType::Ud] {

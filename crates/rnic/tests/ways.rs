@@ -82,7 +82,7 @@ fn what_no_message_reaches_of_a_receive_needs_no_grant() {
     }
 }
 
-/// Connects end 1 anew, as far as RTR.
+/// Connects end 1 anew, up to state RTR.
 fn only_receive(net: &mut Net, typ: QpType) {
     let (session, qpn, peer) = (net.ends[1].session, net.ends[1].qpn, net.ends[0].qpn);
     net.rnic(1).modify_qp(session, qpn, 1, &abi::QpAttr::default()).unwrap();

@@ -193,7 +193,7 @@ fn grants_are_taken_back_locally_and_by_the_peer() {
         assert_eq!((c.imm, u32::from(c.wc_flags), c.byte_len), (key, wc_flags::WITH_INV, 10), "{place}");
         assert_eq!(write(&mut net, key, IOVA, 100), DENIED, "{place}");
         again(&mut net);
-        // What is not bound cannot be taken back, and an MR never.
+        // A window that is not bound cannot be invalidated, and an MR never.
         for key in [key, lkey] {
             net.ends[1].recv(4, &[to]);
             assert_eq!(
@@ -285,7 +285,7 @@ const TAKE_BACK: [(u32, TakesBack); 3] = [
     (1, |c| bind(c.key ^ 1, c.lkey, LEN, 4096, access::REMOTE_WRITE)),
 ];
 
-/// What a peer copies as a job is not written any more when the request that takes the grant back is completed.
+/// The job of a peer writes nothing more to a window once the request that invalidates it is completed.
 #[test]
 fn a_job_that_was_made_before_writes_nothing_to_a_window_that_is_taken_back() {
     for (typ, take_back) in TAKE_BACK {
