@@ -65,7 +65,7 @@ impl Default for Network {
 }
 
 impl Network {
-    /// The number of a group between hosts; 0 if it is not known.
+    /// The number of a group between hosts; 0 if it is unknown.
     pub fn vni(&self, group: u32) -> u32 {
         self.rules.get(&group).map_or(0, |r| r.vni)
     }

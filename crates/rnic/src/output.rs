@@ -9,13 +9,13 @@ use crate::objects::SessionId;
 pub enum Output {
     /// A completion event of CQ `cqn` on completion event virtqueue `queue`.
     Completion {
-        /// The session that is told.
+        /// The session that gets it.
         session: SessionId,
         /// The completion event virtqueue, counted from 0.
         queue: u16,
         /// The number of the CQ.
         cqn: u32,
-        /// REQ_NOTIFY_CQ has asked for it.
+        /// The program has asked for it by REQ_NOTIFY_CQ.
         asked: bool,
     },
     /// The command of this session that was delayed can be answered.
@@ -25,14 +25,14 @@ pub enum Output {
     },
     /// CM_EVENT has something for completion event virtqueue `queue`.
     Connection {
-        /// The session that is told.
+        /// The session that gets it.
         session: SessionId,
         /// The completion event virtqueue, counted from 0.
         queue: u16,
     },
     /// An asynchronous event.
     Async {
-        /// The session that is told.
+        /// The session that gets it.
         session: SessionId,
         /// The kind of event.
         kind: AsyncEvent,

@@ -1,10 +1,11 @@
-//! Packet pacing: a QP with a rate limit (`IBV_QP_RATE_LIMIT` of `ibv_modify_qp(3)`, `ibv_modify_qp_rate_limit(3)`), with a static rate
-//! in its address vector (IBTA vol. 1, 9.11), or of a vRNIC with limits, takes its next packet, or its next slice on this host, when
-//! what was sent before has had its time. Responses are not limited.
+//! Packet pacing: a QP may have a rate limit (`IBV_QP_RATE_LIMIT` of `ibv_modify_qp(3)`,
+//! `ibv_modify_qp_rate_limit(3)`), a static rate in its address vector (IBTA vol. 1, 9.11), or a vRNIC with limits. It
+//! then takes its next packet, or its next slice on this host, only when the time of its earlier bytes at that rate is
+//! over. Responses are not limited.
 
 /// The weight of a vRNIC unless it is given another one.
 pub const DEFAULT_WEIGHT: u32 = 100;
-/// Nanoseconds of a second, and of the bits of a byte at 1 bit a second.
+/// Nanoseconds of a second. And the same for the bits of a byte at 1 bit a second.
 const SECOND_NS: u128 = 1_000_000_000;
 const NS_PER_BYTE_AT_1_BPS: u128 = 8 * SECOND_NS;
 
@@ -49,7 +50,7 @@ impl Limit {
         self.share.rate_bps != 0 || self.share.ops != 0
     }
 
-    /// From when on its QPs may send, ns; a time in the past means now.
+    /// When its QPs may send again, ns; a time in the past means now.
     pub fn after(&self) -> u64 {
         self.bits_until.max(self.ops_until).saturating_sub(self.share.burst_us.saturating_mul(1000))
     }
@@ -66,7 +67,7 @@ impl Limit {
     }
 }
 
-/// When a QP that is held back may send.
+/// When a QP that is held back may send again.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Pace {
     /// Static rate of its address vector, or of the address vector of its last datagram, kilobits a second; 0 for none.
@@ -84,7 +85,7 @@ pub(crate) struct Pace {
 mod tests {
     use super::*;
 
-    /// Sends as soon as it may; how many operations of `bytes` in `ns`.
+    /// Sends as soon as the limits allow. Returns the number of operations of `bytes` in `ns`.
     fn sent_in(share: Share, bytes: u64, ns: u64) -> u64 {
         let (mut limit, mut sent) = (Limit::new(share), 0);
         let mut now = 1_000_000_000;

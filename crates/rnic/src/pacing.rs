@@ -8,9 +8,10 @@ use crate::slab::Handle;
 
 /// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
 const NS_PER_BYTE_AT_1_KBPS: u64 = 8_000_000;
-/// A connection without answers may send its congestion window in this time, ns. The widest one is then more than a port sends.
+/// A connection without answers may send its congestion window in this time, ns. For the widest window that is more
+/// than a port can send.
 const SPREAD_NS: u64 = 200_000;
-/// One that was too fast goes on this much later than it could, ns, and so sends some packets at once.
+/// A connection that was too fast waits for this much longer than it must, ns, and then sends some packets at once.
 const SPREAD_REST_NS: u64 = SPREAD_NS / 4;
 
 impl Qp {
@@ -26,7 +27,7 @@ impl Qp {
 }
 
 impl Core {
-    /// True if QP `h` may send now. If its own rate limit or its vRNIC's is against that, it gets a turn when it may.
+    /// True if QP `h` may send now. Otherwise, if a rate limit holds it back, it gets a turn when it may send again.
     pub(crate) fn may_send(&mut self, h: Handle<Qp>) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
@@ -63,8 +64,8 @@ impl Core {
         }
     }
 
-    /// QP `h` has sent a packet. Its connection has no answers by which the network could hold it back, so congestion notifications do:
-    /// they narrow its `window`, which is what it may send in [`SPREAD_NS`].
+    /// QP `h` has sent a packet. Answers that could slow the connection down do not exist, so congestion notifications
+    /// do it: they narrow its `window`, which is the number of packets that it may send in [`SPREAD_NS`].
     pub(crate) fn spread(&mut self, h: Handle<Qp>, window: u32) {
         let earliest = self.now.saturating_sub(SPREAD_NS);
         if let Some(q) = self.objects.qps.get_mut(h) {
@@ -72,7 +73,7 @@ impl Core {
         }
     }
 
-    /// The time has come for which QP `h` waited.
+    /// QP `h` has waited until its time.
     pub(crate) fn end_pace(&mut self, h: Handle<Qp>) {
         if let Some(q) = self.objects.qps.get_mut(h) {
             q.pace.waits = false;

@@ -1,4 +1,4 @@
-//! Where packets come from and go to.
+//! Sources and destinations of packets.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -7,8 +7,8 @@ use unirdma_formats::wire::{DEFAULT_PKEY, ROCE_PORT};
 /// Where the holder of a GID is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Route {
-    /// Address of its host. The unspecified address stands for a host that is not known yet, as of a vRNIC that moves: what is sent
-    /// there is lost, and connections may be made already.
+    /// Address of its host. The unspecified address stands for a host that is not known yet, for example of a vRNIC
+    /// that moves. Packets to it are lost, but connections may be made already.
     pub host: IpAddr,
     /// The holder is a plain RoCEv2 device. Such a device knows this side by the vRNIC's own GID, so packets to it leave from that
     /// address.
@@ -20,8 +20,8 @@ pub struct Route {
 /// P_Keys below this one come from the number of a group; the one above them is the default partition's.
 const PKEYS: u32 = 0x7fff;
 
-/// The P_Key of packets for a group with this number, with the membership bit of full members. Groups whose numbers differ by a multiple of
-/// 32,766 have one P_Key.
+/// The P_Key of packets for a group with this number, with the membership bit of full members. Groups whose numbers
+/// differ by a multiple of 32,766 have the same P_Key.
 pub(crate) fn pkey_of(vni: u32) -> u16 {
     if vni == 0 { DEFAULT_PKEY } else { 0x8000 | (1 + (vni - 1) % (PKEYS - 1)) as u16 }
 }
@@ -37,16 +37,16 @@ pub struct Path {
     pub port: u16,
     /// How the network treats the packets ([`unirdma_formats::class_of`]). The two ECN bits belong to the network.
     pub class: u8,
-    /// There is no link: what is sent is lost.
+    /// There is no link: packets are lost.
     pub cut: bool,
-    /// If the peer belongs to another group that a rule joins with the own one: that group's number, and the own one's.
+    /// Numbers of the peer's group and of the own one, if these are two groups that a rule joins.
     pub across: Option<(u32, u32)>,
-    /// P_Keys of the packets of a connection: of those that are sent, and of those that come in.
+    /// P_Keys of a connection: of packets that are sent, and of packets that come in.
     pub pkeys: (u16, u16),
 }
 
 impl Path {
-    /// From this host to another one, on the port of RoCEv2.
+    /// A path from this host to another one, on the port of RoCEv2.
     pub fn new(to: IpAddr) -> Self {
         Path {
             to,
@@ -59,22 +59,23 @@ impl Path {
         }
     }
 
-    /// The peer's host is one of ours. A plain RoCEv2 device knows this end by the vRNIC's own address.
+    /// The peer's host is part of this virtual layer. A plain RoCEv2 device knows this end by the vRNIC's own address.
     pub(crate) fn is_ours(&self) -> bool {
         self.from.is_none()
     }
 
-    /// The path to a GID that no known host has at the moment. What is sent on it is lost.
+    /// The path to a GID that no known host has at the moment. Packets on it are lost.
     pub(crate) fn nowhere() -> Self {
         Path { cut: true, ..Path::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED)) }
     }
 
-    /// Notes whether this end has a link. A path to no known host stays cut.
+    /// Records whether this end has a link. A path to no known host stays cut.
     pub(crate) fn link(&mut self, linked: bool) {
         self.cut = !linked || self.to.is_unspecified();
     }
 
-    /// This path between groups with these numbers, both on hosts of ours; 0 is a number that is not known.
+    /// This path between groups with these numbers, if both hosts are part of this virtual layer; 0 is an unknown
+    /// number.
     pub(crate) fn between(self, own: u32, peer: u32) -> Path {
         let across = (own != 0 && own != peer).then_some((peer, own));
         let pkeys = if own == 0 { self.pkeys } else { (pkey_of(peer), pkey_of(own)) };
@@ -90,7 +91,7 @@ impl Path {
     }
 }
 
-/// Where a packet came from and went to.
+/// Source and destination of a packet that came in.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
     /// The sender's address.
@@ -101,17 +102,18 @@ pub struct Arrival {
     pub to: IpAddr,
     /// The network has marked it (ECN, RFC 3168), or it waited in a socket more than half full.
     pub congested: bool,
-    /// The group of vRNICs in whose VXLAN network it came; its bytes begin with the inner IP header then, which has the addresses.
+    /// The group in whose VXLAN network it came. Its bytes then begin with the inner IP header, which has the
+    /// addresses.
     pub group: Option<u32>,
-    /// The number of the sender's group, if that is another one than the group that it is for. Of a packet to a connection only its seal
-    /// says that.
+    /// The number of the sender's group, if that is another one than the group that it is for. For a packet of a
+    /// connection, only its seal tells that.
     pub source: Option<u32>,
-    /// The port has found, by a secret, that a host of the sender's group made it ([`crate::Sealed`]).
+    /// The port has verified by a secret that a host of the sender's group made it ([`crate::Sealed`]).
     pub sealed: bool,
 }
 
 impl Arrival {
-    /// Of the IP packet of a datagram that came from a host inside the VXLAN network of a group.
+    /// A datagram's IP packet that came from a host inside the VXLAN network of a group.
     pub fn inside(from: IpAddr, group: u32) -> Self {
         Arrival { from, port: 0, to: from, congested: false, group: Some(group), source: None, sealed: false }
     }

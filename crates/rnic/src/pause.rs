@@ -14,14 +14,14 @@ impl Core {
         for &h in &s.names.qps {
             self.objects.qps.get_mut(h).into_iter().for_each(|q| q.pause = Pause::Yes);
         }
-        // The pages stay as they are: asking for kicks would be writing.
+        // The pages must not change: to ask for kicks would be a write.
         for door in self.objects.doors_of(id) {
             self.polled.remove(door);
         }
         self.jobs.stop(id);
     }
 
-    /// A session that was paused goes on.
+    /// Resumes a paused session.
     pub fn resume_session(&mut self, id: SessionId) {
         let Some(s) = self.objects.sessions.get_mut(id.0).filter(|s| s.paused) else { return };
         s.paused = false;

@@ -1,4 +1,4 @@
-//! Tests of what bounds the pieces that a message lies in: a slice, a job, a word, a list of pages.
+//! Tests of the limits on the pieces of a message: slices, jobs, words, and lists of pages.
 
 use std::sync::Arc;
 
@@ -81,7 +81,7 @@ fn a_slice_and_a_job_have_so_many_pieces_whatever_their_bytes() {
     let sides = [w.list(&from), w.list(&to)];
     let tables = w.rnic.core.objects.memory();
     let slice = SLICE_PIECES as u64 * PAGE;
-    // One of them begins within a piece.
+    // One of them begins inside a piece.
     for (off, moved) in (0..LEN / slice).map(|i| (i * slice, slice)).chain([(1, slice - 1), (LEN, 0)]) {
         tables.pieces.set(0);
         assert_eq!(tables.copy(sides[0], sides[1], off, LEN - off), Some(Ok(moved)));
@@ -90,7 +90,7 @@ fn a_slice_and_a_job_have_so_many_pieces_whatever_their_bytes() {
     let mut copied = vec![0; LEN as usize];
     target.read(0, &mut copied);
     assert!(copied.iter().all(|&b| b == 7));
-    // A range at both ends is one slice.
+    // A range of one piece at both ends is one slice.
     tables.pieces.set(0);
     assert_eq!((tables.copy(sides[1], sides[1], 0, LEN), tables.pieces.get()), (Some(Ok(LEN)), 0));
 

@@ -1,7 +1,8 @@
-//! Doorbell pages that are polled, and which of them the next look comes to.
+//! Doorbell pages that are polled, and which of them the next poll reads.
 //!
-//! A look comes to at most [`LOOKS`] pages of each vRNIC, and the next look goes on where it ended. So a vRNIC whose many pages
-//! ring all the time costs the others no more than one with few, and each doorbell is seen after a bounded number of looks.
+//! A poll reads at most [`LOOKS`] pages of each vRNIC, and the next poll goes on where it ended. So a vRNIC whose many
+//! pages ring all the time costs the others no more than one with few, and each doorbell is seen after a bounded number
+//! of polls.
 
 use std::ops::Range;
 
@@ -10,10 +11,10 @@ use unirdma_mem::Bell;
 use crate::objects::{Door, VnicId};
 use crate::slab::Handle;
 
-/// Most pages of one vRNIC that one look comes to.
+/// Most pages of one vRNIC that one poll reads.
 pub(crate) const LOOKS: usize = 8;
 
-/// The part of a list that the last look came to.
+/// The part of a list that the last poll has read.
 #[derive(Default)]
 struct Window {
     begin: usize,
@@ -21,7 +22,7 @@ struct Window {
 }
 
 impl Window {
-    /// The part of a list of `len` entries that the next look comes to. After the end of the list it begins anew.
+    /// The part of a list of `len` entries that the next poll reads. After the end of the list it begins anew.
     #[inline]
     fn next(&mut self, len: usize) -> Range<usize> {
         self.begin = if self.end < len { self.end } else { 0 };
@@ -48,13 +49,13 @@ impl Group {
         self.vnic
     }
 
-    /// Goes on to the pages that the next look comes to.
+    /// Moves on to the pages that the next poll reads.
     #[inline]
     pub fn look(&mut self) -> &[Handle<Door>] {
         &self.doors[self.window.next(self.doors.len())]
     }
 
-    /// This look comes to none of them.
+    /// This poll reads none of them.
     pub fn pass_over(&mut self) {
         self.window.begin = self.window.end;
     }
@@ -64,7 +65,7 @@ impl Group {
 #[derive(Default)]
 pub(crate) struct Polled {
     groups: Vec<Group>,
-    /// Counts the changes of which pages there are.
+    /// Counts the changes of the set of pages.
     changes: u64,
 }
 
@@ -73,12 +74,12 @@ impl Polled {
         self.groups.is_empty()
     }
 
-    /// The pages that are polled, of some vRNICs.
+    /// The polled pages of the vRNICs for which `of` is true.
     pub fn doors(&self, of: impl Fn(VnicId) -> bool) -> impl Iterator<Item = Handle<Door>> {
         self.groups.iter().filter(move |g| of(g.vnic)).flat_map(|g| g.doors.iter().copied())
     }
 
-    /// The vRNICs of which pages are polled.
+    /// The vRNICs that have polled pages.
     pub fn vnics(&self) -> impl Iterator<Item = VnicId> {
         self.groups.iter().map(|g| g.vnic)
     }
@@ -87,7 +88,7 @@ impl Polled {
         self.changes
     }
 
-    /// A page is polled from now on; the caller sees to it that it was not.
+    /// Adds a page, which must not be in it.
     pub fn add(&mut self, vnic: VnicId, door: Handle<Door>) {
         self.changes += 1;
         match self.groups.iter_mut().find(|g| g.vnic == vnic) {
@@ -96,12 +97,12 @@ impl Polled {
         }
     }
 
-    /// A page is polled no more, if it was.
+    /// Removes a page, if it is in it.
     pub fn remove(&mut self, door: Handle<Door>) {
         self.retain(|g| 0..g.doors.len(), |d| d != door);
     }
 
-    /// Keeps those pages for which `keep` is true, of the ones that the last look came to; all others stay.
+    /// Removes those pages that the last poll has read and for which `keep` is false.
     pub fn retain_looked(&mut self, keep: impl FnMut(Handle<Door>) -> bool) {
         self.retain(|g| g.window.begin..g.window.end, keep);
     }
@@ -132,10 +133,10 @@ impl Polled {
     }
 }
 
-/// The doorbells that are polled, for somebody who looks at them without having the RNIC.
+/// Copies of the polled doorbells, for a thread that reads them without having the RNIC.
 #[derive(Default)]
 pub struct Bells {
-    /// Those of one vRNIC each.
+    /// The doorbells of each vRNIC.
     groups: Vec<(Vec<Bell>, Window)>,
 }
 
@@ -145,7 +146,7 @@ impl Bells {
         self.groups.iter().flat_map(|g| &g.0).any(Bell::has_rung)
     }
 
-    /// Looks at some doorbells of each vRNIC, each time at the next ones; true if one of them has rung.
+    /// Reads some doorbells of each vRNIC, the next ones each time; true if one of them has rung.
     #[inline]
     pub fn look(&mut self) -> bool {
         self.groups.iter_mut().any(|(bells, window)| bells[window.next(bells.len())].iter().any(Bell::has_rung))
@@ -164,7 +165,7 @@ mod tests {
         Handle::from_raw(n | 1 << 24)
     }
 
-    /// The pages that one look comes to.
+    /// The pages that one poll reads.
     fn look(p: &mut Polled) -> Vec<Handle<Door>> {
         p.groups().flat_map(|g| g.look().to_vec()).collect()
     }

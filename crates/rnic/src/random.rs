@@ -1,4 +1,4 @@
-//! Random numbers by ChaCha20, a stream for each use: the numbers that somebody has seen say nothing of those to come.
+//! Random numbers by ChaCha20, a stream for each use: numbers that somebody has seen do not help to guess later ones.
 
 use rand_chacha::ChaCha20Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng};
@@ -13,7 +13,7 @@ impl From<[u8; 32]> for Seed {
     }
 }
 
-/// A seed that is known, so that a run can be repeated.
+/// A known seed, so that a run can be repeated.
 impl From<u64> for Seed {
     fn from(n: u64) -> Self {
         let mut bytes = [0; 32];
@@ -44,7 +44,7 @@ impl Rng {
     }
 }
 
-/// A stream for each use, so that what one of them gives away says nothing of the others.
+/// A stream for each use, so that visible numbers of one stream do not help to guess those from another one.
 pub(crate) struct Streams {
     pub qpns: Rng,
     pub keys: Rng,

@@ -15,8 +15,8 @@ use crate::objects::{Ah, Qp, Target, VnicId};
 use crate::slab::Handle;
 
 impl Core {
-    /// The rules that concern a group of vRNICs are these from now on, and `vni` is its number between hosts, by which rules call it. If they
-    /// are others than before, all its connections and address handles are in doubt, and this is true.
+    /// Replaces the rules that concern a group of vRNICs. `vni` is its number between hosts, by which rules name it. If
+    /// the rules have changed, all connections and address handles of the group are in doubt, and this returns true.
     pub(crate) fn set_rules<'a>(
         &mut self,
         group: u32,
@@ -37,7 +37,7 @@ impl Core {
         true
     }
 
-    /// Looks at the connections and address handles of a vRNIC that was restored.
+    /// Checks the connections and address handles of a vRNIC that was restored.
     pub(crate) fn recheck_vnic(&mut self, id: VnicId) {
         self.objects.qps.handles(|q| q.vnic == id).into_iter().for_each(|h| self.recheck_qp(h));
         let own = |a: &Ah| self.objects.vnic_of(a.owner).is_ok_and(|v| v == id);
@@ -184,7 +184,7 @@ impl Core {
         hears
     }
 
-    /// Counts something that a vRNIC wanted, or had, and that a rule does not allow.
+    /// Counts something of a vRNIC that a rule forbids.
     pub(crate) fn count_refused(&mut self, id: VnicId) {
         if let Some(v) = self.objects.vnics.get_mut(id.0) {
             v.counters.refused += 1;

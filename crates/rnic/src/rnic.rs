@@ -39,8 +39,8 @@ impl DerefMut for Rnic {
 }
 
 impl Rnic {
-    /// An RNIC whose random numbers `seed` determines. `wakes`: how many wake channels
-    /// drivers are told of (`DoorbellPage::wakes`).
+    /// An RNIC whose random numbers `seed` determines. `wakes` is the number of wake channels that drivers may use
+    /// (`DoorbellPage::wakes`).
     pub fn new(seed: impl Into<Seed>, wakes: u32) -> Self {
         Self::with_executor(seed, wakes, Box::new(Software))
     }
@@ -50,7 +50,7 @@ impl Rnic {
         Rnic { core: Core::new(&seed.into(), wakes, executor), cm: Cm::default() }
     }
 
-    /// Tells the time, nanoseconds, before commands.
+    /// Sets the time, nanoseconds, before commands.
     pub fn at(&mut self, now: u64) -> &mut Self {
         self.core.now = self.core.now.max(now);
         self
@@ -67,7 +67,7 @@ impl Rnic {
         Some(id)
     }
 
-    /// Removes a vRNIC and all its sessions, and frees what of them is dead.
+    /// Removes a vRNIC and all its sessions, and frees their dead objects.
     pub fn remove_vnic(&mut self, id: VnicId) {
         for s in self.core.sessions_of(id) {
             self.remove_session(s);
@@ -83,34 +83,35 @@ impl Rnic {
         self.manager().forget_ids(id, most) || self.core.quiesce_objects(id, most)
     }
 
-    /// Ends everything that a session had. Peers of its QPs get no answers any more. Its objects are freed as [`Core::bury`] is called.
+    /// Ends everything that a session has. Peers of its QPs get no answers any more. [`Core::bury`] frees its objects.
     pub fn remove_session(&mut self, id: SessionId) {
         self.manager().forget_session(id);
         self.core.remove_session(id);
     }
 
-    /// NEW_SESSION: as [`Rnic::remove_session`], and the session is there again, without objects. Jobs may still reach its memory:
-    /// see [`Core::delay_command`].
+    /// NEW_SESSION: as [`Rnic::remove_session`], but the session remains, without objects. Jobs may still reach its
+    /// memory: see [`Core::delay_command`].
     pub fn renew_session(&mut self, id: SessionId) {
         self.manager().forget_session(id);
         self.core.clear_session(id);
     }
 
-    /// Replaces the GID table of a vRNIC; a zero GID is a hole. Its programs hear of a change (`GID_CHANGE`).
+    /// Replaces the GID table of a vRNIC; a zero GID is a hole. Its programs get an event if the table has changed
+    /// (`GID_CHANGE`).
     pub fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) {
         if self.core.set_gids(id, gids) {
             self.manager().addresses_changed();
         }
     }
 
-    /// Where GIDs of other hosts are reached, by group. QPs keep the route that they were connected with.
+    /// Sets the routes to GIDs of other hosts, by group. QPs keep the route that they were connected with.
     pub fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
         self.core.set_routes(routes);
         self.manager().addresses_changed();
     }
 
-    /// The rules that concern a group of vRNICs, as those who wrote them call groups: by their numbers between hosts, of which `vni` is its own.
-    /// Connections that they do not allow any more end as [`Rnic::recheck`] is called.
+    /// Sets the rules that concern a group of vRNICs. Rules name groups by their numbers between hosts; `vni` is the
+    /// number of this group. [`Rnic::recheck`] ends connections that they do not allow any more.
     pub fn set_rules<'a>(&mut self, group: u32, vni: u32, rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>) {
         if self.core.set_rules(group, vni, rules) {
             self.manager().doubt_all();
@@ -124,15 +125,15 @@ impl Rnic {
         self.core.recheck_objects(most) || self.manager().recheck(most)
     }
 
-    /// As [`Rnic::set_routes`], of some GIDs of a group: where they are reached from now on, or that they are not. If a group's own
-    /// number between hosts changes, all routes are to be set.
+    /// As [`Rnic::set_routes`], for some GIDs of a group; `None` removes a route. If a group's own number between hosts
+    /// changes, all routes must be set.
     pub fn change_routes(&mut self, group: u32, changes: impl IntoIterator<Item = (Gid, Option<Route>)>) {
         changes.into_iter().for_each(|(gid, route)| self.core.change_route(group, gid, route));
         self.manager().addresses_changed();
     }
 
-    /// A packet came in; `bytes` are all from the BTH up to the ICRC, which the port has checked. Of a packet that came inside VXLAN
-    /// they begin with its IP header and end with its ICRC, which is checked here.
+    /// A packet came in. `bytes` are all bytes from the BTH up to the ICRC, which the port has checked. For a packet
+    /// that came inside VXLAN they begin with its IP header and end with its ICRC, which is checked here.
     pub fn handle_packet(&mut self, now: u64, a: &Arrival, bytes: &[u8]) {
         self.at(now);
         if let Some(mail) = self.core.receive(a, bytes) {
@@ -145,8 +146,8 @@ impl Rnic {
         [self.core.next_turn(), self.cm.next_timeout()].into_iter().flatten().min()
     }
 
-    /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do. `clock` tells
-    /// the time, nanoseconds, which is `began` now, and what is done is measured by it.
+    /// Polls doorbells and timers, and gives turns for a bounded time; true if there was anything to do. `clock`
+    /// returns the time, nanoseconds, which is `began` at the moment; it measures the turns.
     pub fn poll_by(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
         self.core.now = began;
         let found = self.manager().poll();
@@ -157,17 +158,17 @@ impl Rnic {
         worked | found
     }
 
-    /// As [`Rnic::poll_by`], at a moment: what is done takes no time.
+    /// As [`Rnic::poll_by`], with a clock that stands still.
     pub fn poll(&mut self, now: u64) -> bool {
         self.poll_by(now, || now)
     }
 
-    /// Where programs of a vRNIC listen: port space, address and port.
+    /// The listening identifiers of a vRNIC: port space, address and port.
     pub fn listeners(&self, vnic: VnicId) -> Vec<String> {
         self.cm.listeners(vnic)
     }
 
-    /// Timers of connection management, with those that were stopped and not yet thrown away.
+    /// The number of timers of connection management, including stopped ones that were not removed yet.
     pub fn pending_timers(&self) -> usize {
         self.cm.pending_timers()
     }
@@ -175,8 +176,8 @@ impl Rnic {
     /// CM. Returns the identifier and the address that it is bound to.
     ///
     /// # Errors
-    /// `BadState` for what its state does not allow, `BadValue`, `AddressInUse`, `NoDevice` for an address that is not
-    /// the vRNIC's, `Unreachable`, `Exhausted`.
+    /// `BadState` if the identifier's state does not allow it, `BadValue`, `AddressInUse`, `NoDevice` for an address
+    /// that is not the vRNIC's, `Unreachable`, `Exhausted`.
     pub fn cm(&mut self, s: SessionId, r: &abi::CmReq) -> Result<abi::CmResp, Status> {
         self.manager().command(s, r)
     }
@@ -189,7 +190,7 @@ impl Rnic {
         self.cm.next_event(s, queue)
     }
 
-    /// CM_QP_ATTR: what a QP needs to go to `state` for a connection; the attributes and their mask.
+    /// CM_QP_ATTR: the attributes that a QP needs to go to `state` for a connection, and their mask.
     ///
     /// # Errors
     /// `BadState` if the connection is not that far.

@@ -1,9 +1,10 @@
-//! The scheduler: whose turn it is, and what turns cost.
+//! The scheduler: the order of turns, and their cost.
 //!
-//! vRNICs share the RNIC by time. Each has an agenda: doorbells that have rung, timers, and QPs with work. Whatever is done for an
-//! agenda is measured in nanoseconds and charged to it, divided by the vRNIC's weight; the agenda that has been charged least has
-//! the next turn (start-time fair queueing). Deficit round robin would need to know what a turn costs before it begins, but what a
-//! timer, a retry or a doorbell costs is known only afterwards. A vRNIC that had nothing to do saves up no time for later.
+//! vRNICs share the RNIC by time. Each has an agenda: doorbells that have rung, timers, and QPs with work. All work for
+//! an agenda is measured in nanoseconds and charged to it, divided by the vRNIC's weight; the agenda that has been
+//! charged least has the next turn (start-time fair queueing). Deficit round robin would need to know the cost of a
+//! turn before it begins, but the cost of a timer, a retry or a doorbell is known only afterwards. A vRNIC that has
+//! nothing to do saves up no time for later.
 //!
 //! The scheduler knows vRNICs, QPs, CQs and sessions by their handles only.
 
@@ -13,7 +14,7 @@ use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 use crate::objects::{Cq, Door, Qp, VnicId, VnicKind};
 use crate::slab::{Beside, Handle};
 
-/// How long a QP waits that asks for a turn in a moment, ns. The ACK of a message waits for this time, so that it can leave
+/// Delay of a QP that asks for a turn in a moment, ns. The ACK of a message waits for this time, so that it can leave
 /// together with the program's own reply, in one system call.
 pub(crate) const MOMENT_NS: u64 = 5_000;
 /// Virtual nanoseconds of a nanosecond at weight 1.
@@ -36,7 +37,7 @@ pub(crate) enum Due {
     Wait(Handle<Qp>, u32),
     /// A QP with a rate limit, or of a vRNIC with one, may send again.
     Pace(Handle<Qp>),
-    /// Datagrams of a QP have waited long enough for a receive, or are to be looked at.
+    /// Datagrams of a QP have waited long enough for a receive, or may have one now.
     Backlog(Handle<Qp>),
     /// Completions of a CQ with moderation are to be reported.
     Events(Handle<Cq>),
@@ -55,7 +56,7 @@ struct Agenda {
     in_vain: u64,
     /// Its doorbells are not polled before this time, nanoseconds.
     muted_until: u64,
-    /// See [`Scheduler::starve`].
+    /// True from [`Scheduler::starve`] until its next turn.
     starved: bool,
     /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
     wakes_at: u64,
@@ -64,7 +65,7 @@ struct Agenda {
     /// QPs with work, in turn.
     run: VecDeque<Handle<Qp>>,
     timers: BinaryHeap<Reverse<(u64, Due)>>,
-    /// How many timers were left when stopped ones were thrown away the last time.
+    /// The number of timers that were left when stopped ones were removed the last time.
     timers_kept: usize,
 }
 
@@ -86,7 +87,7 @@ impl Agenda {
 #[derive(Default)]
 pub(crate) struct Scheduler {
     agendas: Beside<VnicKind, Agenda>,
-    /// vRNICs with work, in order of what each had been charged when it was put here.
+    /// vRNICs with work, in the order of their charges when they were added.
     ready: BinaryHeap<Reverse<(u64, VnicId)>>,
     /// When the first timer of each vRNIC that has one fires.
     wakes: BTreeSet<(u64, VnicId)>,
@@ -132,12 +133,12 @@ impl Scheduler {
         self.agendas.get(id.0).map_or(0, |a| a.busy_ns)
     }
 
-    /// True if some vRNIC has a turn to come.
+    /// True if some vRNIC is ready for a turn.
     pub fn has_ready(&self) -> bool {
         !self.ready.is_empty()
     }
 
-    /// The vRNICs that have a turn to come, in no order.
+    /// The vRNICs that are ready for a turn, in no order.
     pub fn ready(&self) -> impl Iterator<Item = VnicId> {
         self.ready.iter().map(|r| r.0.1)
     }
@@ -147,7 +148,8 @@ impl Scheduler {
         self.has_ready() || self.agendas.get(id.0).is_some_and(|a| !a.run.is_empty())
     }
 
-    /// When [`Scheduler::begin_turn`] or [`Scheduler::next_soon`] will have something without any further call.
+    /// The earliest time at which [`Scheduler::begin_turn`] or [`Scheduler::next_soon`] returns something without any
+    /// further call.
     pub fn next_timeout(&self) -> Option<u64> {
         let soon = self.soon.front().map(|s| s.0);
         self.wakes.first().map(|w| w.0).into_iter().chain(soon).min()
@@ -180,11 +182,11 @@ impl Scheduler {
         self.soon.pop_front().map(|s| s.1)
     }
 
-    /// Sets a timer. `stopped` tells which of the timers that were set before mean nothing any more.
+    /// Sets a timer. `stopped` is true for older timers that have been stopped.
     pub fn arm(&mut self, id: VnicId, at: u64, due: Due, stopped: impl Fn(&(u64, Due)) -> bool) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
-        // The timer of a wait that is over stays until it fires, which may be hours later, so their number is bounded here. Each such walk
-        // is paid for by as many timers that were set before it.
+        // The timer of a wait that is over stays until it fires, which may be hours later, so the number of such timers
+        // is bounded here. Each such walk visits at most twice the timers that were set since the last one.
         if a.timers.len() > MANY_TIMERS + 2 * a.timers_kept {
             a.timers.retain(|Reverse(timer)| !stopped(timer));
             a.timers_kept = a.timers.len();
@@ -227,7 +229,7 @@ impl Scheduler {
         self.agendas.get(id.0).into_iter().flat_map(|a| &a.run)
     }
 
-    /// The vRNIC that has the next turn. The caller says with [`Scheduler::end_turn`] what the turn took.
+    /// The vRNIC that has the next turn. The caller reports the cost of the turn by [`Scheduler::end_turn`].
     pub fn begin_turn(&mut self, now: u64) -> Option<VnicId> {
         while let Some(&(at, id)) = self.wakes.first()
             && at <= now
@@ -298,7 +300,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives a vRNIC its place among those that are ready.
+    /// Puts a vRNIC among those that are ready.
     fn queue(&mut self, id: VnicId) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         if !std::mem::replace(&mut a.queued, true) {
@@ -307,7 +309,7 @@ impl Scheduler {
         }
     }
 
-    /// Sees to it that a vRNIC is woken by its first timer.
+    /// Makes sure that a vRNIC is woken by its first timer.
     fn set_wake(&mut self, id: VnicId) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         let at = a.timers.peek().map_or(u64::MAX, |t| t.0.0);
@@ -333,7 +335,7 @@ mod tests {
         Handle::from_raw(n | 1 << 24)
     }
 
-    /// Gives `turns` turns of `ns(vRNIC)` to vRNICs that always have work; how many each had.
+    /// Gives `turns` turns of `ns(vRNIC)` to vRNICs that always have work. Returns the number of turns that each had.
     fn share(s: &mut Scheduler, ids: &[VnicId], turns: usize, ns: impl Fn(usize) -> u64) -> Vec<usize> {
         let mut had = vec![0; ids.len()];
         for &id in ids {

@@ -1,4 +1,4 @@
-//! An executor that does what a test says, and the tests of what is above the seam.
+//! An executor that follows a test's script, and tests of the code that calls executors.
 
 use std::sync::{Arc, Mutex};
 
@@ -84,7 +84,7 @@ impl Executor<Core> for Scripted {
         self.script().told.push(Told::Sever);
     }
 
-    /// Ends one WQE a turn, as the script says, without a look at what it asks for.
+    /// Ends one WQE a turn, as the script says, without executing it.
     fn step(&mut self, core: &mut Core, qp: Handle<Qp>, _: u64) -> (u64, bool) {
         let (status, cost_ns) = {
             let mut s = self.script();
@@ -238,7 +238,7 @@ fn only_peers_of_the_group_are_connected_to() {
     script.script().refuses = None;
     let (qpn, _) = p.create_qp(&mut rnic).unwrap();
     script.script().refuses = Some(Status::Exhausted);
-    // INIT names no peer, so RTR is what is refused; the QP stays where it was.
+    // INIT names no peer, so the step to RTR is refused, and the QP stays where it was.
     assert_eq!(p.connect(&mut rnic, qpn, gid(2)), Err(Status::Exhausted));
     assert_eq!(rnic.query_qp(p.session, qpn).unwrap().qp_state, 1);
     let reset = abi::QpAttr::default();

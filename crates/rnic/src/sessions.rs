@@ -1,4 +1,4 @@
-//! Sessions: they come and go, and are polled or parked.
+//! Sessions: they are added and removed, and are polled or parked.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ impl Core {
         Some(id)
     }
 
-    /// Ends everything that a session has, its connections aside, and the session itself.
+    /// Ends everything that a session has, except its connections, and the session itself.
     pub(crate) fn remove_session(&mut self, id: SessionId) {
         let Some(s) = self.objects.sessions.get_mut(id.0).filter(|s| !s.gone) else { return };
         s.gone = true;
@@ -52,8 +52,8 @@ impl Core {
         self.clear_session(id);
     }
 
-    /// Ends everything that a session has, its connections aside. It is as new then, but for the numbers of its objects, which do
-    /// not come back, and its memory.
+    /// Ends everything that a session has, except its connections. It is then like a new session that keeps its memory,
+    /// and goes on with its object numbers.
     pub(crate) fn clear_session(&mut self, id: SessionId) {
         while self.quiesce_objects(id, usize::MAX) {}
         self.objects.doors_of(id).into_iter().for_each(|door| self.remove_door(door));
@@ -65,8 +65,8 @@ impl Core {
         self.end_objects(id);
     }
 
-    /// A session kicked its wake virtqueue: its pages are polled from now on. True if its vRNIC kicks or rings for nothing all the time: nobody
-    /// need hear its next kicks for a moment.
+    /// A session has kicked its wake virtqueue: its pages are polled from now on. True if its vRNIC keeps kicking or
+    /// ringing for nothing, so that the caller may ignore its next kicks for a moment.
     pub fn kick(&mut self, id: SessionId, now: u64) -> bool {
         let Some(s) = self.objects.sessions.get(id.0) else { return false };
         let vnic = s.vnic;
@@ -82,7 +82,8 @@ impl Core {
         self.sched.is_muted(vnic, now)
     }
 
-    /// All pages of a session are polled from now on, and nobody dozes any more. False if they were polled already, or it does not run.
+    /// All pages of a session are polled from now on, and a doze ends. False if they were polled already, or if the
+    /// session is paused.
     pub fn unpark(&mut self, id: SessionId, now: u64) -> bool {
         self.rouse();
         let runs = self.objects.sessions.get(id.0).is_some_and(|s| !s.paused);
@@ -151,7 +152,7 @@ impl Core {
         });
     }
 
-    /// Changes whenever [`crate::Core::active_bells`] would.
+    /// A number that changes whenever the result of [`crate::Core::active_bells`] would change.
     pub fn active_changes(&self) -> u64 {
         self.polled.changes()
     }
@@ -162,7 +163,7 @@ impl Core {
         self.polled.bells(|door| self.objects.doors.get(door).map(|d| d.bell.clone()))
     }
 
-    /// Gives a session its doorbell page, which it has from then on.
+    /// Gives a session its doorbell page, which it keeps.
     ///
     /// # Errors
     /// `BadState` if it has one.
@@ -178,7 +179,7 @@ impl Core {
         Ok(())
     }
 
-    /// CREATE_DOORBELL: another doorbell page; its number.
+    /// CREATE_DOORBELL: adds a doorbell page, and returns its number.
     ///
     /// # Errors
     /// `Exhausted` if the session has [`unirdma_abi::MAX_DOORBELLS`].
@@ -219,14 +220,14 @@ impl Core {
         Ok(door)
     }
 
-    /// Forgets a doorbell page, which no QP has a bit of any more.
+    /// Removes a doorbell page of which no QP has a bit any more.
     pub(crate) fn remove_door(&mut self, h: Handle<Door>) {
         self.polled.remove(h);
         let Some(d) = self.objects.doors.remove(h) else { return };
         self.objects.names(d.session).and_then(|n| n.doors.remove(&d.number));
     }
 
-    /// Tells the RNIC what a session's memory is now, for GET_DMA_MR.
+    /// Replaces a session's memory, for GET_DMA_MR.
     pub fn set_memory(&mut self, s: SessionId, memory: Arc<dyn Resolve>) {
         if let Some(session) = self.objects.sessions.get_mut(s.0)
             && let Some(before) = session.memory.replace(memory)
@@ -235,18 +236,19 @@ impl Core {
         }
     }
 
-    /// Lets `memory` be dropped once the RNIC is given back.
+    /// Lets `memory` be dropped after the RNIC is released.
     pub fn drop_later(&mut self, memory: impl Any + Send) {
         self.objects.dropped.add(memory);
     }
 
-    /// How many queues a session has: QPs, its own and those that it has opened, CQs and SRQs.
+    /// The number of queues of a session: QPs that it owns or has opened, CQs and SRQs.
     pub fn queues_of(&self, s: SessionId) -> usize {
         let names = self.objects.sessions.get(s.0).map(|s| &s.names);
         names.map_or(0, |n| n.qps.len() + n.cqs.len() + n.srqs.len())
     }
 
-    /// Memory that is not needed any more, to be dropped once the RNIC is given back: that may take the kernel long.
+    /// Memory that is not needed any more, to be dropped after the RNIC is released, because that may take the kernel
+    /// long.
     pub fn take_dropped(&mut self) -> Dropped {
         std::mem::take(&mut self.objects.dropped)
     }

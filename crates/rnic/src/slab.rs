@@ -1,4 +1,4 @@
-//! Tables of objects. A handle names one object, and never a later one, however many are made.
+//! Tables of objects. A handle names one object, and never a later one, however many objects are made.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -9,8 +9,8 @@ pub(crate) use unirdma_formats::ByNumber;
 const INDEX_BITS: u32 = 24;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 
-/// Names an object of a [`Slab`]: 24 bits say which slot, and 40 bits which of the objects that the slot has had. 40 bits are never
-/// used up.
+/// Names an object of a [`Slab`]: 24 bits are the number of the slot, and 40 bits count the objects that the slot has
+/// had. 40 bits are never used up.
 pub(crate) struct Handle<T>(u64, PhantomData<fn() -> T>);
 
 impl<T> Handle<T> {
@@ -81,7 +81,7 @@ impl<T> Entry<T> {
     }
 }
 
-/// Values by [`Handle`]. Their handles are of type `Handle<K>`, so that code which only passes handles on need not know `T`.
+/// Values by [`Handle`]. Handles are of type `Handle<K>`, so that code that only passes them on need not know `T`.
 pub(crate) struct Slab<T, K = T> {
     entries: Vec<Entry<T>>,
     free: Vec<usize>,
@@ -129,7 +129,7 @@ impl<T, K> Slab<T, K> {
         self.entries[handle.index()].value.take()
     }
 
-    /// How many more values it has room for.
+    /// The number of further values that it has room for.
     pub(crate) fn room(&self) -> usize {
         self.free.len() + (INDEX_MASK as usize + 1 - self.entries.len())
     }

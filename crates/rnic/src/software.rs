@@ -1,4 +1,4 @@
-//! The software RNIC, as an executor: what the rooms `exec`, `wire` and `datagram` do for QPs.
+//! The software RNIC as an executor: the work of `exec`, `wire` and `datagram` for QPs.
 
 use unirdma_abi::Status;
 use unirdma_formats::wire::Packet;
@@ -42,7 +42,7 @@ impl Executor<Core> for Software {
     fn reset(&mut self, core: &mut Core, qp: Handle<Qp>) {
         forget(core, qp);
         match core.objects.qps.get_mut(qp).map(|q| &mut q.connection) {
-            // It stays in its groups.
+            // The QP stays in its multicast groups.
             Some(Connection::Datagram(d)) => _ = d.fetched.clear(),
             Some(c) => *c = Connection::None,
             None => {}
@@ -85,7 +85,8 @@ fn forget(core: &mut Core, qp: Handle<Qp>) {
 }
 
 impl Core {
-    /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
+    /// Gives QP `h` a turn of about `allowance` nanoseconds. Returns its approximate cost, and whether there is more to
+    /// do.
     fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
         self.objects.pieces.set(0);

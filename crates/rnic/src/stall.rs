@@ -4,8 +4,8 @@
 /// The time between two tries grows with the wait, within these bounds, ns.
 const SHORTEST_NS: u64 = 5_000;
 const LONGEST_NS: u64 = 1_000_000;
-/// If the pages of a process cannot be reached for this time, the request fails, ns: what a process says of moving its pages may be
-/// a lie.
+/// If the pages of a process cannot be reached for this time, the request fails, ns. A process could claim for ever
+/// that it moves its pages.
 const PATIENCE_NS: u64 = 5_000_000_000;
 
 /// A request's wait for memory that moves.
@@ -16,7 +16,7 @@ pub(crate) struct Stall {
 }
 
 impl Stall {
-    /// The memory moves; the time to the next try, or `None` if it has waited long enough.
+    /// The memory moves. Returns the time to the next try, or `None` if it has waited long enough.
     pub fn again(&mut self, now: u64) -> Option<u64> {
         let since = self.now.map_or(now, |w| w.0);
         let waited = now.saturating_sub(since);

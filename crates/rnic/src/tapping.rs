@@ -28,7 +28,7 @@ impl Core {
         self.tap = Some(Box::new(Tap::new(what)));
     }
 
-    /// Captures no more; how many packets were lost since the start.
+    /// Captures no more. Returns the number of packets that were lost since the start.
     pub fn stop_capture(&mut self) -> u64 {
         self.tap.take().map_or(0, |t| t.lost)
     }
@@ -61,7 +61,8 @@ impl Core {
         }
     }
 
-    /// Captures a packet that came from `path.to` for a vRNIC; `own` is this end if it is not the host's address.
+    /// Captures a packet that came from `path.to` for a vRNIC. `own` is the address of this end if it is not the
+    /// host's.
     pub(crate) fn tap_received(&mut self, vnic: Option<VnicId>, path: Path, body: &[u8]) {
         if !self.wants(vnic) {
             return;
@@ -114,7 +115,7 @@ impl Core {
         }
     }
 
-    /// Captures a packet with `len` bytes of payload, of which `payload` are at least those that are kept.
+    /// Captures a packet with `len` bytes of payload. `payload` has at least the bytes that the capture keeps.
     fn tap_local(&mut self, flow: &Flow, p: &Packet<'_>, payload: &[u8], len: usize) {
         if let Some(t) = &mut self.tap {
             let mut head = [0; MAX_HEADER_BYTES];
@@ -128,8 +129,8 @@ impl Core {
         self.tap.is_some() && (self.wants(Some(q.vnic)) || self.wants(q.local().map(|l| l.vnic)))
     }
 
-    /// Most bytes of a message of QP `q` that may be copied in one step: what is captured is copied once more under the RNIC's lock.
-    /// `None` if the message is not captured.
+    /// Most bytes of a message of QP `q` that may be copied in one step, because captured bytes are copied once more
+    /// under the RNIC's lock. `None` if the message is not captured.
     pub(crate) fn most_tapped(&self, q: &Qp) -> Option<u64> {
         self.taps(q).then(|| MAX_STEP_BYTES.min(MAX_PACKETS * u64::from(q.mtu)))
     }
@@ -180,8 +181,9 @@ impl Core {
         self.tap.iter_mut().for_each(|t| t.payload = std::mem::take(&mut payload));
     }
 
-    /// Captures what the bytes of request `w` of QP `h` from `from` to `w.done` would have been, which have just been copied: packets of
-    /// the request or of its answer, and at the end of the message its acknowledgment.
+    /// Captures the packets that bytes `from` to `w.done` of request `w` of QP `h` would have been. The bytes have just
+    /// been copied. These are packets of the request or of its answer, and at the end of the message its
+    /// acknowledgment.
     pub(crate) fn tap_slice(&mut self, h: Handle<Qp>, w: &Work, from: u64) {
         let Some(q) = self.objects.qps.get(h).filter(|q| self.taps(q)) else { return };
         let (mtu, reliable, flow) = (u64::from(q.mtu), q.typ.is_reliable(), back(&self.flow(q)));

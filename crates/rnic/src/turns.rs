@@ -1,4 +1,4 @@
-//! Rounds and turns. A round looks at doorbells and timers, and then gives turns to vRNICs in the order that the scheduler says.
+//! Rounds and turns. A round polls doorbells and timers, and then gives turns to vRNICs in the order of the scheduler.
 
 use unirdma_formats::{QpType, Qpn};
 use unirdma_mem::holes;
@@ -41,7 +41,7 @@ impl Core {
         self.sched.has_ready()
     }
 
-    /// True while some session is polled, and does not ask for kicks, or some QP has work.
+    /// True while a session is polled and does not ask for kicks, or a QP has work.
     pub fn is_busy(&self) -> bool {
         !self.polled.is_empty() && !self.dozes || self.has_runnable()
     }
@@ -53,12 +53,12 @@ impl Core {
         self.in_vain
     }
 
-    /// When there is a turn to come even if nothing rings; `None` for never.
+    /// When a turn is due even if nothing rings; `None` for never.
     pub(crate) fn next_turn(&self) -> Option<u64> {
         self.sched.next_timeout()
     }
 
-    /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do.
+    /// Polls doorbells and timers, and gives turns for a bounded time; true if there was anything to do.
     pub(crate) fn round(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
         let mut found = self.look_at_bells();
         found |= self.wake_soon();
@@ -80,14 +80,15 @@ impl Core {
             spent += took;
             self.sched.end_turn(id, now, took, in_vain);
             let owner = self.objects.touched.take();
-            // A turn copies one slice or so. If that takes more nanoseconds than a slice has bytes, its pages were not mapped.
+            // A turn copies about one slice. If that takes more nanoseconds than a slice has bytes, its pages were not
+            // mapped.
             if (owner.is_some() || took > SMALL_SLICE)
                 && let Some(v) = self.objects.vnics.get(owner.unwrap_or(id).0)
             {
                 v.memory_state.end_turn(owner.is_some(), took);
             }
-            // A job is done only after the caller has given the core back. The turn of another vRNIC would delay it, and this vRNIC
-            // would get less than its part: it cannot go on before its job has ended.
+            // A job is done only after the caller has given the core back. The turn of another vRNIC would delay it,
+            // and this vRNIC would get less than its part, because it cannot go on before its job has ended.
             if self.jobs.has_any() {
                 break;
             }
@@ -95,7 +96,7 @@ impl Core {
                 self.in_vain = true;
                 break;
             }
-            // Programs have their turn before there are more datagrams without a receive.
+            // Programs should run, and post receives, before more datagrams come.
             if self.starved {
                 self.sched.charge(id, ROUND_REST_NS);
                 self.sched.starve(id);
@@ -106,12 +107,12 @@ impl Core {
         found
     }
 
-    /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung.
+    /// Polls some doorbells of each vRNIC that has polled sessions; true if any have rung.
     fn look_at_bells(&mut self) -> bool {
         let mut found = false;
         let (doors, qps) = (&mut self.objects.doors, &self.objects.qps);
         let (sched, now) = (&mut self.sched, self.now);
-        // While nobody has work, looking takes time from nobody.
+        // While no vRNIC has work, polling takes time from nobody.
         let charged = sched.has_ready();
         for group in self.polled.groups() {
             let vnic = group.vnic();
@@ -141,7 +142,8 @@ impl Core {
         found
     }
 
-    /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds, and whether nothing was done.
+    /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns its approximate cost, nanoseconds, and whether nothing
+    /// was done.
     fn turn(&mut self, id: VnicId) -> (u64, bool) {
         let (mut ns, touched) = (STEP_NS, holes::touched().times);
         let (mut in_vain, jobs) = (true, self.jobs.made());
@@ -172,7 +174,7 @@ impl Core {
                 ns += took;
             }
             ns += OP_NS;
-            // Pages that were made in holes of rings or other memory took more time than anybody could foretell.
+            // Pages that were made in holes of rings or other memory took more time than was estimated.
             if holes::touched().times != touched {
                 break;
             }
@@ -180,7 +182,7 @@ impl Core {
         (ns, in_vain && self.jobs.made() == jobs)
     }
 
-    /// Takes what a doorbell page says.
+    /// Takes the bits that are set in a doorbell page.
     fn take_bell(&mut self, h: Handle<Door>) {
         let Some(d) = self.objects.doors.get_mut(h) else { return };
         let (qps, sched) = (&mut self.objects.qps, &mut self.sched);
@@ -203,13 +205,13 @@ impl Core {
         }
     }
 
-    /// True if a session has posted sends that the RNIC has not come to yet, and that DESTROY_QP of `qpn`, or DESTROY_AH
-    /// (`None`), would take away. [`crate::Rnic::poll_by`] executes them, a bounded part at a time, and [`Core::take_brief_job`] has the
-    /// copies that it leaves to others.
+    /// True if a session has posted sends that the RNIC has not executed yet, and that DESTROY_QP of `qpn`, or
+    /// DESTROY_AH (`None`), would take away. [`crate::Rnic::poll_by`] executes them, a bounded part at a time, and
+    /// [`Core::take_brief_job`] returns the copies that it leaves to others.
     ///
-    /// A program may destroy a UD QP and its AHs as soon as it has posted its last datagrams. A hardware RNIC has sent them
-    /// by the time it gets such a command; pollers that share their core with other programs may not have had a turn.
-    /// This is about unreliable QPs only: on a reliable one, only a completion says that a message has left.
+    /// A program may destroy a UD QP and its AHs as soon as it has posted its last datagrams. A hardware RNIC has sent
+    /// them by the time it gets such a command; pollers that share their core with other programs may not have had a
+    /// turn. This concerns unreliable QPs only: on a reliable one, only a completion says that a message has left.
     pub fn is_behind(&mut self, now: u64, id: SessionId, qpn: Option<u32>) -> bool {
         let Some(session) = self.objects.sessions.get(id.0) else { return false };
         let vnic = session.vnic;
@@ -248,7 +250,7 @@ impl Core {
         }
     }
 
-    /// QPs whose time of `soon` has come get their turns.
+    /// Gives QPs their turns whose time of `soon` has come.
     fn wake_soon(&mut self) -> bool {
         let woken = (0..MAX_WOKEN).map_while(|_| {
             let qp = self.sched.next_soon(self.now)?;
@@ -258,7 +260,7 @@ impl Core {
         woken.count() > 0
     }
 
-    /// There is room in [`crate::Tx`] again: QPs that waited for it get their turns.
+    /// There is room in [`crate::Tx`] again: QPs that have waited for it get their turns.
     pub(crate) fn wake_tx_waiting(&mut self) {
         for _ in 0..MAX_WOKEN {
             let Some(h) = self.net.tx_waiting.pop_front() else { return };
@@ -273,7 +275,7 @@ impl Core {
     }
 }
 
-/// A QP's send queue is looked at in a moment.
+/// Prefetches the send queue of a QP, which will be read in a moment.
 fn expect(qps: &Slab<Qp>, qp: Handle<Qp>) {
     if let Some(q) = qps.get(qp) {
         q.rings.expect_sq(q.sq_cons);

@@ -13,25 +13,26 @@ pub struct Tx {
     bytes: Box<[u8]>,
     used: usize,
     packets: Vec<TxPacket>,
-    /// How many packets at the beginning of `packets` were sent already.
+    /// Number of packets at the beginning of `packets` that were sent already.
     gone: usize,
     sealed: Sealed,
 }
 
-/// Which packets between virtual layers show whose they are, by a tail after their ICRC. What is in it their hosts know.
+/// Packets between virtual layers that carry a tail after their ICRC. The tail proves which group they come from. Only
+/// the hosts know its content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sealed {
     /// Bytes of a tail.
     pub tail: usize,
-    /// All do.
+    /// All packets have a tail.
     pub all: bool,
-    /// Those to and from other groups with these numbers do.
+    /// Packets to and from other groups with these numbers have a tail.
     pub across: BTreeSet<u32>,
 }
 
 impl Sealed {
-    /// True for packets of a path. Plain devices send and get packets as they always are: those leave from an address of the vRNIC
-    /// ([`Path::from`]).
+    /// True if packets of this path have a tail. Packets of plain devices never have one; they leave from an address of
+    /// the vRNIC ([`Path::from`]).
     fn holds(&self, path: &Path) -> bool {
         path.from.is_none() && (self.all || path.across.is_some_and(|(peer, _)| self.across.contains(&peer)))
     }
@@ -48,8 +49,8 @@ pub struct TxPacket {
     tail: usize,
 }
 
-/// How many bytes [`Tx`] holds. While [`TX_FULL`] bytes or more are in use, QPs wait, and messages of connection management and
-/// congestion notifications are lost.
+/// Capacity of [`Tx`], bytes. While [`TX_FULL`] bytes or more are in use, QPs wait, and messages of connection
+/// management and congestion notifications are lost.
 const TX_BYTES: usize = 1 << 20;
 const TX_FULL: usize = TX_BYTES - (64 << 10);
 /// Where the P_Key lies in a BTH.
@@ -62,12 +63,12 @@ pub const MAX_OUTER_BYTES: usize = VXLAN_BYTES + ETH_BYTES + MAX_IP_UDP_BYTES;
 pub const DATAGRAM_MAC: [u8; 6] = *b"\x06RoCEv";
 
 impl TxPacket {
-    /// Bytes, the ICRC and the tail included.
+    /// Length in bytes, with the ICRC and the tail.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Bytes after the ICRC, whose content the RNIC does not know; see [`Sealed`].
+    /// Bytes after the ICRC. The RNIC does not know their content; see [`Sealed`].
     pub fn tail(&self) -> usize {
         self.tail
     }
@@ -101,12 +102,12 @@ impl Tx {
         &self.packets[self.gone..]
     }
 
-    /// From now on these packets have room for a tail, and only with one they are taken from other hosts.
+    /// From now on these packets have room for a tail, and are accepted from other hosts only with a valid one.
     pub fn set_sealed(&mut self, sealed: Sealed) {
         self.sealed = sealed;
     }
 
-    /// Gives what waits here for what waits in `other`. Packets that come later have tails here as before.
+    /// Exchanges the waiting packets with the packets of `other`. Later packets have tails as before.
     pub fn exchange(&mut self, other: &mut Tx) {
         std::mem::swap(self, other);
         std::mem::swap(&mut self.sealed, &mut other.sealed);
@@ -116,8 +117,8 @@ impl Tx {
         if self.sealed.holds(path) { self.sealed.tail } else { 0 }
     }
 
-    /// True if a packet that came in for a path may be taken: what is sealed shows the group of the path's peer, and what has to be
-    /// sealed is.
+    /// True if a packet that came in on a path may be taken. A sealed packet must come from the group of the path's
+    /// peer, and a packet that must be sealed must be sealed.
     pub(crate) fn takes(&self, path: &Path, a: &Arrival) -> bool {
         if a.sealed { a.source == path.across.map(|(peer, _)| peer) } else { !self.sealed.holds(path) }
     }
@@ -190,7 +191,8 @@ impl Tx {
         let (start, tail) = (self.used, self.tail_of(&path));
         let lost = path.cut || path.to.is_unspecified();
         if lost || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES + tail {
-            // Callers ask `is_full` first, so that there is room. If there is none, the packet is as if the network had lost it.
+            // Callers ask `is_full` first, so that there is room. If there is none, the packet counts as lost in the
+            // network.
             return Ok(());
         }
         let mut outer = 0;
@@ -241,7 +243,8 @@ mod tests {
         let sealed = |source| Arrival { source, sealed: true, ..plain };
         let arrivals = [plain, sealed(None), sealed(Some(8)), sealed(Some(9))];
         let mut tx = Tx::default();
-        // Of packets within the group, of red and of blue, and of a plain device: which of these are taken, and whether own ones have a tail.
+        // Packets within the group, of groups red and blue, and of a plain device: which are taken, and which sent ones
+        // have a tail.
         let mut table = |all: bool, across: &[u32]| {
             tx.set_sealed(Sealed { tail: 28, all, across: across.iter().copied().collect() });
             [own, red, blue, device].map(|p| (arrivals.map(|a| tx.takes(&p, &a)), tx.tail_of(&p)))

@@ -1,8 +1,9 @@
-//! Connections within a host, of which one end leaves the host. They have no packets that could get lost, so both ends become ends of a
-//! connection over the wire. A message within a host is done or not done, and takes its PSNs when it is done: so both ends agree on the
-//! next PSN. A message under way starts over at its first byte, and a receive that it had begun to fill is filled from its start. An
-//! atomic that was executed, but whose result is not stored yet, becomes a request whose answer was lost: its responder keeps what the
-//! atomic has found, and does not execute it again.
+//! Connections within a host of which one end leaves the host. They have no packets that could get lost. Both ends
+//! become ends of a connection over the wire. A message within a host is either done or not done, and takes its PSNs
+//! when it is done, so both ends agree on the next PSN. A message under way starts again at its first byte, and a
+//! receive that it had begun to fill is filled from its start. An atomic that was executed, but whose result is not
+//! stored yet, becomes a request whose answer was lost: its responder keeps the result and does not execute the atomic
+//! again.
 //!
 //! A connection that has become one over the wire stays one. When both ends are on one host again, its packets go to that host's own
 //! address.
@@ -50,9 +51,10 @@ impl Core {
         }
     }
 
-    /// Looks for the other end of a connection within a host whose QP `h` was restored. If the other end is on this host and has a
-    /// connection within the host too, they are coupled. If the other end has gone over the wire, or is on another host, this end goes
-    /// over the wire as well. If nobody knows where it is, nothing changes, and requests are not answered.
+    /// Looks for the other end of a connection within a host whose QP `h` was restored. If the other end is on this
+    /// host and has a connection within the host too, they are coupled. If the other end has gone over the wire, or is
+    /// on another host, this end goes over the wire as well. If its place is unknown, nothing changes, and requests get
+    /// no answer.
     pub(crate) fn recouple(&mut self, h: Handle<Qp>) {
         let objects = &self.objects;
         let Some(q) = objects.qps.get(h) else { return };
@@ -78,7 +80,8 @@ impl Core {
         }
     }
 
-    /// Notes that the other end of QP `h`'s connection belongs to `peer`, a vRNIC of this host. A message under way starts over.
+    /// Records that the other end of QP `h`'s connection belongs to `peer`, a vRNIC of this host. A message under way
+    /// starts over.
     fn couple(&mut self, h: Handle<Qp>, peer: VnicId) {
         if let Some(q) = self.objects.qps.get_mut(h) {
             q.connection = Connection::Local(Local { vnic: peer, qp: None, found: None });
@@ -86,7 +89,8 @@ impl Core {
         }
     }
 
-    /// Makes QP `h`'s connection within this host one over the wire, which leads to no host yet. `found` is as of [`Core::found_at`].
+    /// Turns QP `h`'s connection within this host into one over the wire, which leads to no host yet. `found` is the
+    /// result of [`Core::found_at`].
     pub(crate) fn go_over_the_wire(&mut self, h: Handle<Qp>, mtu: u32, found: Option<u64>) {
         let adapts = self.net.adapts;
         let Some(q) = self.objects.qps.get_mut(h) else { return };

@@ -1,8 +1,9 @@
-//! vRNICs: how they are made, shown and removed. Their ports: the virtual layer sets the link up and down, and gives and takes addresses
-//! while programs run. The network that all vRNICs share.
+//! vRNICs: how they are added, shown and removed. Their ports: the virtual layer sets the link up and down, and adds
+//! and removes addresses while programs run. The network that all vRNICs share.
 //!
-//! A QP or AH that has no link sends into the void and hears nothing, as on a NIC without a cable: reliable connections end in
-//! RETRY_EXC_ERR after their retries, or go on if the link comes back before. So does one whose own address was taken away.
+//! The packets of a QP or AH without a link are lost, and none come in, as on a NIC without a cable. Reliable
+//! connections end in RETRY_EXC_ERR after their retries, or go on if the link comes back before. A QP whose own address
+//! was removed has no link either.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -49,7 +50,7 @@ impl Core {
         Some(id)
     }
 
-    /// The account of a vRNIC for what is kept for it from now on. Without one nothing is counted beside its own limits.
+    /// Sets the account of a vRNIC for memory that is kept for it from now on. Without one, only its own limits apply.
     pub fn set_account(&mut self, id: VnicId, account: &Arc<dyn Account>) {
         self.objects.vnics.get_mut(id.0).into_iter().for_each(|v| v.rooms = Rooms::new(account));
     }
@@ -67,7 +68,7 @@ impl Core {
         self.objects.vnics.remove(id.0);
     }
 
-    /// Gives a vRNIC another part of the RNIC from now on.
+    /// Changes a vRNIC's part of the RNIC.
     pub fn set_share(&mut self, id: VnicId, share: Share) {
         if let Some(v) = self.objects.vnics.get_mut(id.0) {
             v.limit = Limit::new(share);
@@ -87,17 +88,17 @@ impl Core {
         }
     }
 
-    /// True if another vRNIC than this one has work, or is polled since it had some just now. `None`: any vRNIC.
+    /// True if another vRNIC than this one has work, or is polled because it had work just now. `None`: any vRNIC.
     pub fn works_for_others(&self, id: Option<VnicId>) -> bool {
         self.polled.vnics().chain(self.sched.ready()).any(|v| Some(v) != id)
     }
 
-    /// How long the RNIC has worked for a vRNIC, nanoseconds.
+    /// Time that the RNIC has worked for a vRNIC, nanoseconds.
     pub fn busy_ns(&self, id: VnicId) -> u64 {
         self.sched.busy_ns(id)
     }
 
-    /// How often programs of a vRNIC, or its guest, have kicked since they found the RNIC asleep.
+    /// Number of kicks by programs of a vRNIC, or by its guest, because they found the RNIC asleep.
     pub fn kicks(&self, id: VnicId) -> u64 {
         self.objects.vnics.get(id.0).map_or(0, |v| v.kicks)
     }
@@ -129,7 +130,7 @@ impl Core {
         mrs.filter(|m| m.window.is_none())
     }
 
-    /// How the memory of a vRNIC's MRs is reached, and why, as their drivers say.
+    /// The ways in which the memory of a vRNIC's MRs is reached, and the reasons that their drivers give.
     pub fn mr_notes(&self, id: VnicId) -> Vec<MrNote> {
         let mut notes: BTreeMap<(&str, &str), (usize, u64)> = BTreeMap::new();
         for m in self.mrs_of(id) {
@@ -180,7 +181,7 @@ impl Core {
         (index < self.gid_table_len(id)).then_some(gid)
     }
 
-    /// Sets the link of a vRNIC up or down; its programs hear of a change (`PORT_ACTIVE`, `PORT_ERR`).
+    /// Sets the link of a vRNIC up or down; its programs get an event if it changes (`PORT_ACTIVE`, `PORT_ERR`).
     pub fn set_link(&mut self, id: VnicId, up: bool) {
         let Some(v) = self.objects.vnics.get_mut(id.0) else { return };
         if std::mem::replace(&mut v.up, up) != up {
@@ -190,7 +191,7 @@ impl Core {
         }
     }
 
-    /// Replaces the GID table of a vRNIC; true if it was another one.
+    /// Replaces the GID table of a vRNIC; true if it has changed.
     pub(crate) fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) -> bool {
         if self.gids(id) == gids {
             return false;
@@ -205,7 +206,7 @@ impl Core {
         true
     }
 
-    /// A vRNIC is found by its GIDs from now on, or no more.
+    /// Adds the GIDs of a vRNIC to the look-up table, or removes them.
     pub(crate) fn list_gids(&mut self, id: VnicId, on: bool) {
         let Some(v) = self.objects.vnics.get(id.0) else { return };
         for &gid in v.gids.iter().filter(|g| !g.is_zero()) {
@@ -219,7 +220,7 @@ impl Core {
         }
     }
 
-    /// Notes at each QP and AH of a vRNIC whether it has a link.
+    /// Updates at each QP and AH of a vRNIC whether it has a link.
     fn relink(&mut self, id: VnicId) {
         let Some(v) = self.objects.vnics.get(id.0) else { return };
         for h in self.objects.qps.handles(|q| q.vnic == id) {
@@ -245,7 +246,7 @@ impl Core {
         }
     }
 
-    /// Where GIDs of other hosts are reached, by group.
+    /// Sets the routes to GIDs of other hosts, by group.
     pub(crate) fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
         self.net.routes = routes;
         self.routes_changed();
@@ -259,29 +260,29 @@ impl Core {
         }
     }
 
-    /// Where one GID of a group is reached from now on; `None`: nowhere.
+    /// Changes the route to one GID of a group; `None` removes it.
     pub(crate) fn change_route(&mut self, group: u32, gid: Gid, route: Option<Route>) {
         let before = match route {
             Some(r) => self.net.routes.insert((group, gid), r),
             None => self.net.routes.remove(&(group, gid)),
         };
-        // The new one first: a host that stays keeps its place.
+        // The new route is added first, so that a host that remains keeps its place.
         route.iter().for_each(|r| self.multicast.add_route(group, self.net.vni(group), r));
         before.iter().for_each(|r| self.multicast.remove_route(group, r));
     }
 
-    /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.
+    /// The IP multicast groups by which plain devices may send to this host, if they have changed since the last call.
     pub fn multicast_changes(&mut self) -> Option<Vec<IpAddr>> {
         self.multicast.take_changes()
     }
 
-    /// The largest path MTU that the network to other hosts takes, bytes.
+    /// Sets the largest path MTU that the network to other hosts takes, bytes.
     pub fn set_wire_mtu(&mut self, bytes: u32) {
         self.net.wire_mtu = bytes;
     }
 
-    /// Turns congestion control on or off, for connections made from now on: without it losses and notifications change
-    /// no window, and no notification is sent.
+    /// Turns congestion control on or off for connections made from now on. When it is off, losses and notifications
+    /// change no window, and no notification is sent.
     pub fn set_congestion_control(&mut self, on: bool) {
         self.net.adapts = on;
     }
@@ -291,7 +292,7 @@ impl Core {
         self.net.drops
     }
 
-    /// Packets to send. The caller sends what it can and says so with [`Tx::sent`].
+    /// Packets to send. The caller sends as many as it can and reports that by [`Tx::sent`].
     pub fn tx(&mut self) -> &mut Tx {
         &mut self.net.tx
     }

@@ -106,7 +106,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// How many bytes it counts as.
+    /// Bytes that it counts as.
     pub fn bytes(&self) -> usize {
         Self::bytes_of(self.data.len())
     }
@@ -146,13 +146,13 @@ impl Backlog {
         let d = self.held.pop_front()?;
         self.taken.give(d.bytes());
         if self.held.is_empty() {
-            // A long list would stay for ever otherwise.
+            // Otherwise the memory of a long list would never be freed.
             self.held.shrink_to(super::SPARE_ENTRIES);
         }
         Some(d)
     }
 
-    /// Puts the datagram back that was taken last.
+    /// Puts the last datagram that was taken back to the front.
     pub fn unpop(&mut self, d: Held, room: &Room) {
         self.taken.force(room, d.bytes());
         self.held.push_front(d);
@@ -176,13 +176,13 @@ pub(crate) struct Note {
 }
 
 impl Note {
-    /// Of a datagram that does not leave this host.
+    /// The note of a datagram that stays on this host.
     pub fn of(p: &Packet<'_>) -> Self {
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited, wire: false }
     }
 
-    /// Of a packet that came in.
+    /// The note of a packet that came in.
     pub fn of_arrival(p: &Packet<'_>) -> Self {
         Note { wire: true, ..Note::of(p) }
     }

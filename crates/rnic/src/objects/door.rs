@@ -126,8 +126,8 @@ impl Door {
         self.words.get(word as usize).is_some_and(|w| w.0 > 1)
     }
 
-    /// Takes what has rung and calls `f` with each QP. A bit that no QP has is passed over. A QP that did not ring is among them if it
-    /// got a word's second bit lately: it looks at its queue for nothing.
+    /// Takes the bits that are set and calls `f` with each QP. A bit that no QP has is ignored. A QP that did not ring
+    /// may be among them if the word has recently got its second QP; it then polls its queue for nothing.
     #[inline]
     pub fn take(&self, mut f: impl FnMut(Handle<Qp>)) {
         let mut words = self.bell.take_words();

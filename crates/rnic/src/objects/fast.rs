@@ -30,10 +30,10 @@ pub struct PageList {
     most: u32,
     /// Base-2 logarithm of the page size.
     shift: u32,
-    /// Bytes of the first page before the MR.
+    /// Offset of the MR in the first page, bytes.
     skip: u64,
     registered: bool,
-    /// The most that it may grant.
+    /// The access flags that it may grant.
     granting: u32,
     /// A value of the list's creator that lives as long as the list.
     hold: Arc<dyn Any + Send + Sync>,
@@ -59,13 +59,13 @@ impl PageList {
         (self.registered, self.skip) = (false, 0);
     }
 
-    /// The list as numbers: how many pages it may have, what it may grant, bits of a page, bytes of the first page before the MR, and the
-    /// pages if it is registered.
+    /// The list as numbers: the most pages, the access flags that it may grant, the logarithm of the page size, the
+    /// offset in the first page, and the pages if it is registered.
     pub(crate) fn parts(&self) -> (u32, u32, u32, u64, Option<&[u64]>) {
         (self.most, self.granting, self.shift, self.skip, self.registered.then_some(&self.pages[..]))
     }
 
-    /// As [`PageList::parts`] said; it is held as this list is.
+    /// A list from [`PageList::parts`], with the creator's value of this list.
     #[must_use]
     pub(crate) fn with_parts(
         &self,
@@ -99,8 +99,8 @@ impl PageList {
         self.pages.iter().all(|&p| p % size == 0 && memory.resolve(p, size).is_some()).then_some(())
     }
 
-    /// The place of byte `off` of the MR, of up to `len` bytes: pages that follow each other in one window are one place. No page is looked
-    /// at that is not in it, but for the one behind it.
+    /// The place of byte `off` of the MR, of up to `len` bytes. Pages that follow each other in one window are one
+    /// place. Besides the pages of the place, only the one behind it is read.
     #[inline]
     pub(crate) fn locate<'a>(&self, memory: &'a dyn Resolve, off: u64, len: u64) -> Option<Place<'a>> {
         let (at, size) = (off.checked_add(self.skip)?, 1_u64 << self.shift);
@@ -158,14 +158,14 @@ impl Objects {
         Some(())
     }
 
-    /// The MR with this key that work requests of QP `q` may free. One that is free already may be freed again: a request that was lost
-    /// half way comes twice.
+    /// The MR with this key that work requests of QP `q` may free. An MR that is free already may be freed again,
+    /// because a request that was lost half way comes twice.
     pub(super) fn freeable(&self, q: &Qp, key: Rkey) -> Option<Handle<Mr>> {
         let handle = self.mrs.remote_handle(key)?;
         self.mrs.get(handle).filter(|m| m.pd == q.pd && m.page_list().is_some()).map(|_| handle)
     }
 
-    /// The MR grants nothing any more.
+    /// Frees the MR: it grants nothing any more.
     pub(super) fn free(&mut self, handle: Handle<Mr>) -> Option<Freed> {
         let m = self.mrs.get_mut(handle)?;
         let Backing::Pages(list) = &mut m.backing else { return None };

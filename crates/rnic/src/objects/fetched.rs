@@ -4,27 +4,27 @@ use unirdma_mem::Fault;
 
 use super::room::{Room, Taken};
 
-/// Bytes of the message that a QP is about to send, which a job brings, or has brought.
+/// Bytes of the message that a QP is about to send. A job reads them, or has read them.
 #[derive(Default)]
 pub(crate) struct Fetched {
-    /// The job that brings them.
+    /// The job that reads them.
     job: Option<u64>,
-    /// Which request or answer they are of, and which of its bytes is the first.
+    /// Number of the request or answer, and offset of the first byte in it.
     of: u32,
     off: u64,
     bytes: Vec<u8>,
-    /// Why they could not be brought.
+    /// Why they could not be read.
     fault: Option<Fault>,
     taken: Taken,
 }
 
 impl Fetched {
-    /// True if there are none, and none come.
+    /// True if it has no bytes, and no job reads any.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty() && self.job.is_none()
     }
 
-    /// The job that brings them, until it has ended.
+    /// The job that reads them, until it has ended.
     pub fn coming(&self) -> Option<u64> {
         self.job
     }
@@ -35,12 +35,12 @@ impl Fetched {
         self.taken.take(room, bytes)
     }
 
-    /// The job with this number brings bytes of request or answer `of`, from `off` on.
+    /// Job `number` reads bytes of request or answer `of` from `off` on.
     pub fn begin(&mut self, number: u64, of: u32, off: u64) {
         (self.job, self.of, self.off) = (Some(number), of, off);
     }
 
-    /// A job has ended, and `data` is what it has brought; false if it is another job than that one. `data` is another buffer then.
+    /// A job has ended and has read `data`. Returns false if it is another job. `data` is another buffer afterwards.
     pub fn end(&mut self, number: u64, done: Result<u64, Fault>, data: &mut Vec<u8>) -> bool {
         if self.job != Some(number) {
             return false;
@@ -60,7 +60,7 @@ impl Fetched {
         skip.and_then(|skip| self.bytes.get(usize::try_from(skip).ok()?..)).unwrap_or_default()
     }
 
-    /// Why the bytes of `of` from `off` on could not be brought, if that was tried.
+    /// Why the bytes of `of` from `off` on could not be read, if a job has tried.
     pub fn take_fault(&mut self, of: u32, off: u64) -> Option<Fault> {
         self.fault.take().filter(|_| (self.of, self.off) == (of, off))
     }
@@ -70,7 +70,7 @@ impl Fetched {
         !self.bytes.is_empty() && self.of == of && self.off + self.bytes.len() as u64 == end
     }
 
-    /// Forgets them, or those that come. Returns their buffer.
+    /// Forgets the bytes and the job. Returns the buffer.
     pub fn clear(&mut self) -> Vec<u8> {
         std::mem::take(self).bytes
     }

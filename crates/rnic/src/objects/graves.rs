@@ -1,4 +1,4 @@
-//! Dead objects, which nobody finds any more and which are not freed yet.
+//! Dead objects, which no lookup finds any more and which are not freed yet.
 
 use std::collections::{VecDeque, btree_map, hash_map};
 
@@ -16,9 +16,9 @@ pub(crate) struct Grave {
 }
 
 pub(crate) enum Dead {
-    /// All that the session had.
+    /// All objects of the session.
     Session(Box<Remains>),
-    /// Its MRs in memory regions that it has lost, which are among its others.
+    /// The session lives, but has lost memory regions: the MRs in them are dead. They are still in the session's table.
     Regions,
 }
 

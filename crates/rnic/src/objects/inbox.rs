@@ -14,7 +14,8 @@ const INBOX_BYTES: usize = 256 << 10;
 /// Most bytes that packets give to one job.
 const RUN_BYTES: usize = 64 << 10;
 
-/// A packet to be executed, and the payload of it and of the packets which wait behind it and go on with the same message.
+/// A packet to be executed, and its payload together with the payload of waiting packets that continue the same
+/// message.
 #[derive(Clone, Copy)]
 pub(crate) struct Run<'a> {
     pub first: &'a Packet<'a>,
@@ -23,7 +24,7 @@ pub(crate) struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Of one packet.
+    /// A run of one packet.
     pub fn of(p: &'a Packet<'a>) -> Self {
         Run { first: p, bytes: p.payload, packets: 1 }
     }
@@ -37,7 +38,7 @@ impl<'a> Run<'a> {
 /// Packets of one direction of a connection, in the order in which they came.
 #[derive(Default)]
 pub(crate) struct Inbox {
-    /// The packets without their payloads, and how long those are.
+    /// The packets without their payloads, and the payloads' lengths.
     heads: VecDeque<(Packet<'static>, usize)>,
     /// The payloads, from `at` on.
     bytes: Vec<u8>,
@@ -142,13 +143,13 @@ impl Inbox {
         if !self.is_empty() {
             return None;
         }
-        // A long list would stay for ever otherwise.
+        // Otherwise the memory of a long list would never be freed.
         self.heads.shrink_to(super::SPARE_ENTRIES);
         Some(std::mem::take(&mut self.bytes))
     }
 }
 
-/// True if a packet goes on with the message of the one before it.
+/// True if a packet continues the message of the one before it.
 fn goes_on(before: &Packet<'_>, next: &Packet<'_>) -> bool {
     let same_message = match (before.opcode.op, next.opcode.op) {
         (Op::Send(a), Op::Send(b)) | (Op::Write(a), Op::Write(b)) => !a.ends() && !b.begins(),
@@ -163,7 +164,7 @@ pub(crate) struct Lent {
     head: Packet<'static>,
     bytes: Vec<u8>,
     payload: Range<usize>,
-    /// Where the payload of its run ends, and how many packets those are.
+    /// End of the run's payload, and the number of its packets.
     end: usize,
     packets: u32,
 }

@@ -22,19 +22,20 @@ use unirdma_mem::{Loc, Place};
 
 use crate::budget::Terms;
 
-/// Sixteen: a program that goes on reaching new pages has at most one slow turn for each sixteen jobs that are not slow.
+/// Sixteen: a program that keeps touching new pages has at most one slow turn for each sixteen jobs that are not slow.
 const UNMAPPED: u32 = 16;
-/// A thousand: a program that goes on making holes has one turn in which pages are made for each thousand jobs or so.
+/// A thousand: a program that keeps making holes has one turn in which pages are made for about a thousand jobs.
 const SPARSE: u32 = 1_000;
-/// The jobs of a second or more, so turns are seldom stuck.
+/// About as many jobs as run in a second, so that turns are rarely stuck.
 const STUCK: u32 = 1 << 20;
 /// A turn that touched a hole and took this time was stuck there, nanoseconds.
 const STUCK_TURN_NS: u64 = 1_000_000;
-/// The same of a job. Jobs touch many holes, and some of these jobs are interrupted for a few milliseconds by other programs.
+/// The same time for a job. Jobs touch many holes, and some of them are interrupted for a few milliseconds by other
+/// programs.
 const STUCK_JOB_NS: u64 = 10_000_000;
 
-/// How long jobs may make pages for a vRNIC while others have work. A job that makes a page keeps a core from the programs there, and from the
-/// requests of others, for as long as many requests take.
+/// Time that jobs may take to make pages for a vRNIC while others have work. A job that makes a page takes a core from
+/// programs, and time from the requests of others, for as long as many requests take.
 pub(crate) const PAGE_TIME: Terms = Terms { parts: 8, burst_ns: 10_000_000, most_ns: 1_000_000, step_ns: 0 };
 
 /// The state of the memory of a vRNIC. The vRNIC and all its sessions share it. Only the thread that has the RNIC uses it.
@@ -59,7 +60,7 @@ impl MemoryState {
         self.jobs_to_come() > UNMAPPED
     }
 
-    /// A place in memory of the vRNIC, as it is to be reached now.
+    /// A place in memory of the vRNIC, with the state that it has now.
     #[inline]
     pub fn place<'a>(&self, place: Place<'a>) -> Place<'a> {
         match place.at() {

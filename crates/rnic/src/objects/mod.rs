@@ -1,5 +1,5 @@
-//! The objects of all vRNICs of a host, as data: what they are, by which numbers sessions call them, who uses them, and what
-//! counts against quotas. Nothing here sends, copies or completes anything.
+//! The objects of all vRNICs of a host, as data: their fields, the numbers by which sessions name them, their users,
+//! and their share of quotas. Nothing here sends, copies or completes anything.
 
 mod datagram;
 mod door;
@@ -94,9 +94,9 @@ pub(crate) struct Objects {
     /// Which numbers new QPs may get.
     pub qpn_space: QpnSpace,
     pub spare: Spare,
-    /// The vRNIC in whose memory a hole was touched last, until somebody asks.
+    /// The vRNIC in whose memory a hole was touched last, until the value is taken.
     pub touched: Cell<Option<VnicId>>,
-    /// How many pieces messages were cut into, the first one of each aside, since somebody asked.
+    /// The number of pieces that messages were cut into, without the first one of each, until the value is taken.
     pub pieces: Cell<u64>,
 }
 
@@ -143,7 +143,7 @@ impl Objects {
         self.vnics.get(id.0).map(|v| v.rooms.jobs.clone()).unwrap_or_default()
     }
 
-    /// The room of a vRNIC for what is neither packets nor datagrams.
+    /// The room of a vRNIC for things other than packets and datagrams.
     pub fn other_room(&self, id: VnicId) -> Room {
         self.vnics.get(id.0).map(|v| v.rooms.others.clone()).unwrap_or_default()
     }
@@ -158,7 +158,7 @@ impl Objects {
         self.qps.get_mut(h).into_iter().for_each(|q| q.served_by += 1);
     }
 
-    /// QP `h` is done with the receive that it has taken, if it has: its `wr_id`.
+    /// QP `h` no longer needs the receive that it has taken, if it has one: returns its `wr_id`.
     pub fn end_recv(&mut self, h: Handle<Qp>) -> Option<u64> {
         let q = self.qps.get_mut(h)?;
         let recv = q.recv.take()?;
@@ -170,7 +170,7 @@ impl Objects {
         Some(wr_id)
     }
 
-    /// QP `h` executes its send WQE no more, if it does.
+    /// QP `h` no longer executes its send WQE, if it has one.
     pub fn end_work(&mut self, h: Handle<Qp>) {
         if let Some(w) = self.qps.get_mut(h).and_then(|q| q.work.take()) {
             self.spare.keep_work(w);

@@ -15,7 +15,8 @@ use crate::slab::{ByNumber, Handle, Slab};
 
 /// Finds bus addresses in a session's memory as it is now.
 pub trait Resolve: Send + Sync {
-    /// The window that holds `[addr, addr + len)` whole, and the offset of `addr` in it. Bus addresses go on as the window does.
+    /// The window that holds `[addr, addr + len)` whole, and the offset of `addr` in it. Bus addresses within the
+    /// window are contiguous.
     fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)>;
 }
 
@@ -35,7 +36,7 @@ pub enum Backing {
     Null,
 }
 
-/// A memory region, or a memory window: what it grants by its key.
+/// A memory region, or a memory window: the access that its key grants.
 pub(crate) struct Mr {
     pub key: u32,
     /// It is a window.
@@ -119,10 +120,10 @@ impl Backing {
         }
     }
 
-    /// Adds the other memory at the end of this one. What there is already is neither copied nor looked at.
+    /// Adds the other memory at the end of this one. The present memory is neither copied nor read.
     ///
-    /// # Errors
-    /// `BadState` unless both are mapped here and nobody else has them, `BadValue` if that is too long. Nothing is changed then.
+    /// # Errors `BadState` unless both are mapped here and have no other owner, `BadValue` if the sum is too long.
+    /// Nothing is changed then.
     pub fn extend(&mut self, other: Backing) -> Result<(), Status> {
         let other = match other {
             Backing::Mapped(span) => Pieces::of(span),
@@ -163,7 +164,8 @@ impl Backing {
     }
 }
 
-/// True if `len` bytes from address `iova` on have addresses. The last one may be the last of all, so that their end, 2^64, has none.
+/// True if all of `len` bytes from address `iova` on have addresses. The last byte may have the highest address, so
+/// that the end would be 2^64.
 pub(crate) fn is_range(iova: u64, len: u64) -> bool {
     len == 0 || iova.checked_add(len - 1).is_some()
 }
@@ -172,7 +174,7 @@ pub(crate) fn is_range(iova: u64, len: u64) -> bool {
 const WHOLE_PROCESS: u64 = 1 << 47;
 
 impl Mr {
-    /// One that grants nothing.
+    /// An MR that grants nothing.
     pub fn empty(owner: SessionId, pd: Handle<Pd>) -> Self {
         Mr {
             key: 0,
@@ -245,13 +247,15 @@ impl Mr {
 
 /// All MRs of the host, by handle and by key.
 ///
-/// The upper 24 bits of a key are random, and no other MR has them; so are the lower 8, unless the owner of a memory window, or
-/// of an MR that work requests register, has chosen them. lkey and rkey of an MR are the same number, as on most hardware.
+/// The upper 24 bits of a key are random and unique. The lower 8 bits are random too, unless the owner of a memory
+/// window, or of an MR that work requests register, has chosen them. lkey and rkey of an MR are the same number, as on
+/// most hardware.
 #[derive(Default)]
 pub(crate) struct MrTable {
     mrs: Slab<Mr>,
-    /// By the upper 24 bits of the key. The four uppermost bits, which are random, say in which table: a table that grows is copied as a whole,
-    /// and no command shall copy what many others have made.
+    /// By the upper 24 bits of the key. The four uppermost bits, which are random, select the table. Several tables,
+    /// because a table that grows is copied as a whole, and no command may take the time to copy the entries of many
+    /// others.
     by_key: [ByNumber<Handle<Mr>>; KEY_TABLES],
 }
 
@@ -294,7 +298,7 @@ impl MrTable {
         self.table(key).contains_key(&(key >> 8))
     }
 
-    /// How many more it has room for.
+    /// The number of further MRs that it has room for.
     pub fn room(&self) -> usize {
         self.mrs.room()
     }
@@ -304,7 +308,7 @@ impl MrTable {
         self.mrs.get(*self.table(key).get(&(key >> 8))?).filter(|m| m.key == key)
     }
 
-    /// The MR that a WQE names: a window is nobody's local memory.
+    /// The MR that a WQE names. A window cannot be local memory.
     #[inline]
     pub fn local(&self, key: Lkey) -> Option<&Mr> {
         self.by_key(key.0).filter(|m| m.window.is_none())

@@ -1,6 +1,6 @@
-//! The numbers by which sessions call their objects, the uses of an object by others, and quotas. A session uses no number twice,
-//! and its numbers mean nothing in another session. Uses and quotas are counted when an object is made or goes, so that no
-//! command has to search for them.
+//! The numbers by which sessions name their objects, the uses of an object by others, and quotas. A session uses no
+//! number twice, and a number is valid in its session only. Uses and quotas are counted when an object is made or
+//! destroyed, so that no command has to search for them.
 
 use unirdma_abi::Status;
 
@@ -18,13 +18,13 @@ impl Objects {
         self.sessions.get(s.0).map(|s| s.vnic).ok_or(Status::BadHandle)
     }
 
-    /// `Exhausted` if the vRNIC of a session has all that it may have.
+    /// `Exhausted` if the vRNIC of a session has reached its quota.
     pub fn quota(&self, s: SessionId, used: impl Fn(&Used) -> usize, max: impl Fn(&Limits) -> u32) -> Result<()> {
         let v = self.vnics.get(self.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
         if used(&v.used) >= max(&v.limits) as usize { Err(Status::Exhausted) } else { Ok(()) }
     }
 
-    /// Changes what a session's vRNIC has in use.
+    /// Changes the resources that a session's vRNIC uses.
     pub fn count_used(&mut self, s: SessionId, f: impl FnOnce(&mut Used)) {
         if let Some(v) = self.vnic_of(s).ok().and_then(|v| self.vnics.get_mut(v.0)) {
             f(&mut v.used);
@@ -38,10 +38,9 @@ impl Objects {
         vnic.into_iter().for_each(|v| v.used.add_mr(m));
     }
 
-    /// A number for an object that session `s` is about to have.
+    /// A new number for an object of session `s`.
     ///
-    /// # Errors
-    /// `BadHandle` if it is gone, `Exhausted` after at least 2^31 of them.
+    /// # Errors `BadHandle` if the session is gone, `Exhausted` after at least 2^31 numbers.
     pub fn new_number(&mut self, s: SessionId) -> Result<u32> {
         let session = self.sessions.get_mut(s.0).filter(|s| !s.gone).ok_or(Status::BadHandle)?;
         session.names.next().ok_or(Status::Exhausted)
@@ -122,7 +121,7 @@ impl Objects {
         }
     }
 
-    /// An MR or a window that was in its PD is there no more.
+    /// An MR or a window has left its PD.
     pub fn leave_pd(&mut self, m: &Mr) {
         match m.backing {
             Backing::Null => _ = self.pds.get_mut(m.pd).and_then(|p| p.nulls.remove(&m.number)),
@@ -204,7 +203,7 @@ impl Objects {
         }
     }
 
-    /// A random number for an XRC SRQ: 24 bits, so that it can be found by trying. Access rests on the domain.
+    /// A random number of 24 bits for an XRC SRQ. It could be guessed, but access depends on the domain.
     pub fn new_srq_number(&self, random: &mut Rng) -> u32 {
         loop {
             let n = random.next_u64() as u32 & Qpn::MASK;

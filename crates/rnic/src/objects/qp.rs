@@ -77,21 +77,22 @@ pub(crate) struct Qp {
     pub own: Option<Gid>,
     /// Its packets leave and come in: the port is up, and has this address.
     pub linked: bool,
-    /// A rule does not allow its connection any more. Cleared by the request of a reliable QP that fails for it.
+    /// A rule forbids its connection. Cleared when a request of a reliable QP fails for this reason.
     pub barred: bool,
-    /// The send WQE under execution, which stays here between its steps. A connection to another host has several, in its flight.
+    /// The send WQE under execution, which stays here between its steps. A connection to another host keeps several in
+    /// `flight` instead.
     pub work: Option<Box<Work>>,
     /// The receive WQE that a message is being put into.
     pub recv: Option<Box<Recv>>,
-    /// Jobs that copy from or to the memory that it answers for.
+    /// The number of jobs that copy from or to the memory that it answers for.
     pub served_by: u32,
     /// Whether its session pauses.
     pub pause: Pause,
     /// Distinguishes the timer of its present wait from older ones.
     pub timer: u32,
-    /// It stands in its vRNIC's agenda.
+    /// It is in its vRNIC's agenda.
     pub queued: bool,
-    /// An index jumped: the rings are never looked at again.
+    /// The driver moved an index of a ring too far: the rings are never read again.
     pub broken: bool,
     /// COMM_EST was raised.
     pub established: bool,
@@ -99,10 +100,10 @@ pub(crate) struct Qp {
     pub counters: Counters,
 }
 
-/// Whether a QP pauses with its session: it has no turns, and nothing comes in for it.
+/// Whether a QP pauses with its session: it has no turns, and accepts no messages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Pause {
-    /// It works.
+    /// It does not pause.
     #[default]
     No,
     /// It pauses.
@@ -111,17 +112,17 @@ pub(crate) enum Pause {
     Overdue,
 }
 
-/// Whom a QP talks to.
+/// The peer of a QP.
 #[derive(Default)]
 pub(crate) enum Connection {
-    /// Nobody, or not yet; also while its [`Wire`] is worked on.
+    /// None, or not yet; also while its [`Wire`] is worked on.
     #[default]
     None,
     /// A QP of a vRNIC of this host.
     Local(Local),
     /// A QP of another host.
     Wire(Box<Wire>),
-    /// Whomever each WQE names: it is a UD QP.
+    /// It is a UD QP: each WQE names its destination.
     Datagram(Datagrams),
 }
 
@@ -131,19 +132,20 @@ pub(crate) struct Local {
     pub vnic: VnicId,
     /// The peer QP when it was last seen.
     pub qp: Option<Handle<Qp>>,
-    /// Of a connection that was restored: what an atomic of the peer with this PSN has found here that the peer had not completed.
+    /// For a restored connection: PSN and result of an atomic of the peer that was executed here and that the peer had
+    /// not completed.
     pub found: Option<(Psn, u64)>,
 }
 
 impl Connection {
-    /// That of a new QP, or of one that was reset.
+    /// The connection of a new QP, or of one that was reset.
     pub fn of_type(typ: QpType) -> Self {
         if typ == QpType::Ud { Connection::Datagram(Datagrams::default()) } else { Connection::None }
     }
 }
 
 impl Qp {
-    /// The number that its packets say they come from.
+    /// The source QP number in its packets.
     pub fn source(&self) -> u32 {
         if self.gsi { GSI_QPN } else { self.qpn.0 }
     }
@@ -184,12 +186,12 @@ impl Qp {
         Reach { pd: self.pd, session: self.memory, access }
     }
 
-    /// The QP that it is connected to, or was told to be.
+    /// The QP number that it is connected to, or was given as destination.
     pub fn dest(&self) -> Qpn {
         Qpn(self.attr.dest_qp_num)
     }
 
-    /// Why its send queue stands still.
+    /// Why its send queue waits.
     pub fn wait(&self) -> Wait {
         self.work.as_ref().map_or(Wait::No, |w| w.wait)
     }
@@ -202,7 +204,7 @@ impl Qp {
             && self.pause == Pause::No
     }
 
-    /// True if it is this session's, or one that this session has opened.
+    /// True if this session owns it or has opened it.
     pub fn is_open_to(&self, s: SessionId) -> bool {
         self.owner == s || self.openers.iter().any(|o| o.0 == s)
     }

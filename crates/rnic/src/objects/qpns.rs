@@ -1,11 +1,12 @@
-//! Which numbers QPs may get. Hosts divide them among several RNICs, so that a packet's QPN says whose it is.
+//! The numbers that QPs may get. Hosts divide them among several RNICs, so that the QPN of a packet identifies the
+//! RNIC.
 
 use unirdma_formats::Qpn;
 
-/// Draws that may hit taken numbers before the free ones are searched in turn.
+/// Random draws that may hit taken numbers before the free ones are searched in order.
 const DRAWS: u32 = 64;
 
-/// Ranges of QPNs: the first number and how many.
+/// Ranges of QPNs: first number and length.
 pub(crate) struct QpnSpace {
     ranges: Vec<(u32, u32)>,
 }
@@ -23,12 +24,12 @@ pub(crate) fn is_ordinary(qpn: u32) -> bool {
 }
 
 impl QpnSpace {
-    /// The numbers of these ranges, which have none in common.
+    /// The numbers of these ranges, which do not overlap.
     pub fn new(ranges: &[(u32, u32)]) -> Self {
         QpnSpace { ranges: ranges.to_vec() }
     }
 
-    /// How many numbers QPs may get.
+    /// The number of QPNs.
     pub fn len(&self) -> u32 {
         let special = [0, 1, Qpn::MASK].into_iter().filter(|&n| self.contains(n)).count() as u32;
         self.size() - special

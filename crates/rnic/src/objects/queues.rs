@@ -28,7 +28,7 @@ pub(crate) struct Cq {
     pub owner: SessionId,
     /// Its number in its owner's session.
     pub number: u32,
-    /// Queues of QPs, and XRC SRQs, that complete to it.
+    /// The number of QP queues and XRC SRQs that complete to it.
     pub uses: u32,
     pub ring: CqRing,
     pub comp_queue: Option<u16>,
@@ -38,8 +38,8 @@ pub(crate) struct Cq {
     pub dead: bool,
 }
 
-/// How a CQ's completion events wait for each other (`ibv_modify_cq(3)`): one comes after `count` completions or
-/// `period_ns` after the first, whatever is earlier.
+/// Moderation of a CQ's completion events (`ibv_modify_cq(3)`): an event comes after `count` completions or `period_ns`
+/// after the first one, whichever is earlier.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Moderation {
     pub count: u16,
@@ -47,7 +47,8 @@ pub(crate) struct Moderation {
     /// Completions that wait for an event, and whether one of them is solicited.
     pub waiting: u16,
     pub solicited: bool,
-    /// When the first of them is to be reported, ns; and whether a timer runs. That timer may have been set for earlier completions.
+    /// When the first of them is to be reported, ns, and whether a timer runs. The timer may have been set for earlier
+    /// completions.
     pub due: u64,
     pub timed: bool,
 }
@@ -57,7 +58,7 @@ pub(crate) struct Srq {
     pub owner: SessionId,
     /// Its number in its owner's session.
     pub number: u32,
-    /// QPs that take their receives here, and targets of XRC connections that are putting a message into one.
+    /// QPs that take their receives here, and target QPs of XRC connections that are writing a message into one.
     pub uses: u32,
     pub pd: Handle<Pd>,
     pub rings: QpRings,
@@ -66,7 +67,7 @@ pub(crate) struct Srq {
     pub cons: u32,
     /// An event is raised once, when fewer receives than this are left; 0: none.
     pub limit: u32,
-    /// An index jumped: the ring is never looked at again.
+    /// The driver moved an index too far: the ring is never read again.
     pub broken: bool,
     pub xrc: Option<XrcSrq>,
 }
@@ -90,7 +91,7 @@ pub(crate) struct Xrcd {
     pub uses: u32,
     /// The file by which programs share it, if they do.
     pub file: Option<File>,
-    /// The same for all that have opened one domain.
+    /// The number that all open XRC domains of one file have in common.
     pub domain: u32,
 }
 
@@ -101,7 +102,7 @@ type File = (VnicId, (u64, u64));
 #[derive(Default)]
 pub(crate) struct Domains {
     pub last: u32,
-    /// The domain of a file, and how often it is open.
+    /// The domain of a file, and the number of times that it is open.
     pub by_file: HashMap<File, (u32, u32)>,
 }
 

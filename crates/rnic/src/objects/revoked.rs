@@ -5,16 +5,16 @@ use std::collections::HashSet;
 
 use super::mr::Mr;
 
-/// Regions whose MRs are not all freed.
+/// The lost regions of a session whose MRs are not all freed.
 #[derive(Default)]
 pub(crate) struct Revoked {
-    /// Regions whose MRs the present look frees.
+    /// Regions whose MRs the present walk frees.
     now: HashSet<u64>,
-    /// Regions that went since it began. The next look is for them.
+    /// Regions that were lost since it began. The next walk is for them.
     then: HashSet<u64>,
-    /// Counts the times that regions went.
+    /// Number of times that regions were lost.
     times: u32,
-    /// MRs with numbers from this one on are still to be looked at.
+    /// The walk goes on at MRs with this number.
     pub next: u32,
 }
 
@@ -25,20 +25,20 @@ impl Revoked {
         self.then.extend(regions);
     }
 
-    /// True while there is a look to be done.
+    /// True while a walk is to be done.
     pub fn looks(&self) -> bool {
         !self.now.is_empty()
     }
 
-    /// The present look has come to the last MR. True if there is another one to do, from the first MR on.
+    /// The present walk has come to the last MR. True if there is another one to do, from the first MR on.
     pub fn begin_look(&mut self) -> bool {
         self.now = std::mem::take(&mut self.then);
         self.next = 0;
         !self.now.is_empty()
     }
 
-    /// True if an MR lies in one of them. A session may have many regions, and an MR may lie in many: the answer for one that does not is
-    /// kept at the MR until further regions go.
+    /// True if an MR lies in a lost region. A session may have many regions, and an MR may lie in many. So a negative
+    /// answer is kept at the MR until further regions are lost.
     pub fn concerns(&self, m: &Mr) -> bool {
         if m.checked.get() == self.times {
             return false;

@@ -1,14 +1,15 @@
-//! How much memory of this process is kept for a vRNIC: packets and datagrams that wait, and what is told to its programs.
+//! Limits of the memory of this process that is kept for a vRNIC: packets and datagrams that wait, and notifications
+//! for its programs.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Most bytes that a vRNIC has in packets and payloads that wait for jobs, or for the packets that are made of them.
+/// Most bytes of a vRNIC's packets and payloads that wait for jobs, or for the packets that are made of them.
 const JOB_BYTES: usize = 4 << 20;
-/// Most bytes that a vRNIC has in datagrams that wait for receives.
+/// Most bytes of a vRNIC's datagrams that wait for receives.
 const DATAGRAM_BYTES: usize = 16 << 20;
-/// Most bytes that a vRNIC has in copies of requests that are under way to other hosts, beside a few of each QP.
+/// Most bytes of a vRNIC's copies of requests that are under way to other hosts, beside the first few of each QP.
 const COPY_BYTES: usize = 64 << 20;
 
 /// The account of a vRNIC for memory of this process.
@@ -76,7 +77,7 @@ struct Kept {
 pub(crate) struct Room(Arc<Kept>);
 
 impl Room {
-    /// How many bytes are kept.
+    /// The number of bytes that are kept.
     pub fn bytes(&self) -> usize {
         self.0.bytes.load(Ordering::Relaxed)
     }
@@ -138,7 +139,7 @@ impl Taken {
         self.bytes += bytes;
     }
 
-    /// How many bytes it is.
+    /// The number of bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

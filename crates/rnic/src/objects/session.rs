@@ -1,4 +1,4 @@
-//! Sessions: the frontends of vRNICs, with the numbers by which they call their objects.
+//! Sessions: the frontends of vRNICs, with the numbers by which they name their objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -53,7 +53,7 @@ impl Names {
 
 pub(crate) struct Session {
     pub vnic: VnicId,
-    /// Which of its vRNIC's sessions it is: they are counted. It keeps this number when it is restored elsewhere.
+    /// Number of the session among all sessions of its vRNIC. It stays the same when the session is restored elsewhere.
     pub number: u32,
     pub names: Names,
     /// The doorbell page of SET_DOORBELL; for a session that copies the memory of its process, the only one.
@@ -61,11 +61,13 @@ pub(crate) struct Session {
     pub bell: Option<Bell>,
     /// Its frontend has stopped: nothing is done for it.
     pub paused: bool,
-    /// Its frontend has left: it goes when the last of its dead objects is freed.
+    /// Its frontend has left. The session is removed when the last of its dead objects is freed.
     pub gone: bool,
-    /// The number by which its driver has said that the memory of its MRs is somewhere else; 0: it is in its place.
+    /// The number by which its driver has announced that the memory of its MRs is somewhere else; 0: the memory is in
+    /// its place.
     pub away: u32,
-    /// While this is not 0, MRs of it may be dead that are not freed yet: see [`Session::has`]. It counts what frees them.
+    /// While this is not 0, the session may have dead MRs that are not freed yet: see [`Session::has`]. It counts the
+    /// session's graves.
     pub dying: u32,
     /// Objects with numbers up to this one are dead.
     pub ended: u32,
@@ -83,8 +85,8 @@ impl Session {
         self.door.into_iter().chain(self.names.doors.values().copied())
     }
 
-    /// True if one of its MRs, or windows, lives: neither the session nor a memory region that it lies in has ended since it was made.
-    /// All do while `dying` is 0.
+    /// True if one of its MRs, or windows, lives: neither the session nor a memory region of the MR has ended since it
+    /// was made. While `dying` is 0, all of them live.
     #[cold]
     pub fn has(&self, m: &Mr) -> bool {
         m.number > self.ended && !self.revoked.concerns(m)

@@ -23,7 +23,7 @@ const NEAR: usize = 1024;
 const LOOK_WORDS: usize = 64;
 /// Longest record, granules (8 MiB). A message of unknown length takes room for the length of its whole receive.
 const MAX_RECORD: usize = (8 << 20) / abi::STAGE_GRANULE;
-/// Most records at a time, and for how many there is room at first.
+/// Most records at a time, and the number for which the list has room at first.
 const MAX_RECORDS: usize = 32_768;
 const FEW_RECORDS: usize = 256;
 /// A message of this host with at least `LONG_BYTES` waits for room if the driver has given a record back within the
@@ -81,7 +81,7 @@ pub(crate) struct Stage {
     pub cursor: usize,
     /// First granules of records in use. A record that is checked and still in use goes to the end.
     pub given: VecDeque<u32>,
-    /// When the driver was last seen to have given one back.
+    /// When the driver was last seen to have given a record back.
     pub released_at: Option<u64>,
     /// The bytes of these tables on the account of the vRNIC.
     pub kept: Taken,
@@ -90,7 +90,7 @@ pub(crate) struct Stage {
 /// A record that a message is being put into.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Staged {
-    /// Whose stage it is in.
+    /// The session that owns the stage.
     pub owner: SessionId,
     /// Offset of the record.
     pub record: u32,
@@ -110,7 +110,7 @@ impl Stage {
         Some(Stage { span, used, ends, granules, in_use: 0, cursor: 1, given, released_at: None, kept })
     }
 
-    /// Puts what is kept for it on an account; false if there is no room.
+    /// Charges the memory of its tables to an account; false if there is no room.
     pub fn charge(&mut self, room: &Room) -> bool {
         self.kept.take(room, size_of_val(&*self.used.0) + size_of_val(&*self.ends.0))
     }
@@ -132,7 +132,7 @@ impl Stage {
         self.given.push_back(first as u32);
     }
 
-    /// The record that begins with granule `first` is `count` granules long, and gets `keep`; 0: it is not in use any more.
+    /// Shortens the record of `count` granules that begins with granule `first` to `keep` granules; 0 frees it.
     fn cut(&mut self, first: usize, count: usize, keep: usize) {
         self.used.set(first + keep, count - keep, false);
         self.ends.set(first + count - 1, 1, false);
@@ -151,7 +151,7 @@ impl Stage {
         self.span.load32(granule as usize * abi::STAGE_GRANULE, Ordering::Acquire) != 0
     }
 
-    /// Takes back what the driver has given back.
+    /// Frees records that the driver has given back.
     fn reclaim(&mut self, now: u64) {
         for _ in 0..LOOKS {
             let Some(g) = self.given.pop_front() else { break };
@@ -167,7 +167,8 @@ impl Stage {
         }
     }
 
-    /// `n` free granules in succession, of those that one search comes to. The next one goes on behind them, or where this one has ended.
+    /// Finds `n` free granules in succession, in the bounded part that one search reads. The next search goes on behind
+    /// them, or where this one has ended.
     fn find(&mut self, n: usize) -> Option<usize> {
         let words = (LOOK_WORDS + n.div_ceil(64) * 2).min(2 * self.used.0.len());
         // The granules from `start` to `g` are free.
@@ -220,7 +221,7 @@ impl Stage {
         Some(Staged { owner, record: off as u32, data: (off + head) as u64, room: bytes })
     }
 
-    /// True if a message of this length had better wait for room.
+    /// True if a message of this length should wait for room.
     pub fn is_worth_waiting(&self, now: u64, bytes: u64) -> bool {
         let fits = bytes >= LONG_BYTES && bytes <= self.span.len() as u64 / 2;
         fits && self.released_at.is_some_and(|at| now.saturating_sub(at) < WAIT_NS)
@@ -230,7 +231,7 @@ impl Stage {
     pub fn trim(&mut self, s: &Staged, bytes: u64) {
         let first = s.record as usize / abi::STAGE_GRANULE;
         let keep = (s.data - u64::from(s.record) + bytes).div_ceil(abi::STAGE_GRANULE as u64) as usize;
-        // A driver that gives a record back before its message is complete may have another one in its place.
+        // A driver that gives a record back before its message is complete may have another record in its place.
         if !self.used.has(first) || self.used.has(first - 1) && first > 1 && !self.ends.has(first - 1) {
             return;
         }
@@ -337,7 +338,7 @@ mod tests {
             let before = s.cursor;
             let taken = s.take(0, me, &[], 150);
             if let Some(r) = taken {
-                // Behind the granules that are kept, for each two of which there is room for none of this length.
+                // Behind the granules that are kept: between two of them there is no room of this length.
                 assert_eq!((r.record as usize / 128, searches), (2 * busy, (2 * busy).div_ceil(most)));
                 break;
             }

@@ -1,8 +1,8 @@
 //! How messages go through the stage of a session: memory where they wait for their receiver.
 //!
-//! A receive into memory of the way *copy* would cost system calls here. If the session has a stage, the message is put there
-//! instead, with the addresses where it belongs, and the driver places it when the program polls the completion. A message that
-//! finds no room goes through the process's memory as before.
+//! A receive into memory of the way *copy* would cost system calls here. If the session has a stage, the message is put
+//! there instead, with its destination addresses, and the driver copies it to them when the program polls the
+//! completion. A message that finds no room goes through the process's memory as it does without a stage.
 
 use unirdma_abi as abi;
 use unirdma_formats::{Lkey, access};
@@ -14,13 +14,14 @@ use super::qp::Qp;
 use crate::slab::Handle;
 
 impl Objects {
-    /// Lets a message of at most `bytes` for the receive that QP `h` has taken go through the stage, if it has one, room, and
-    /// all of the receive lies in the process's memory. False if it finds no room and had better wait a moment.
+    /// Lets a message of at most `bytes` for the receive that QP `h` has taken go through the stage, if there is a
+    /// stage with room, and all of the receive lies in the process's memory. False if there is no room and the message
+    /// should wait a moment.
     pub fn stage_receive(&mut self, now: u64, h: Handle<Qp>, bytes: u64) -> bool {
         let Some(q) = self.qps.get(h) else { return true };
         let Some(r) = &q.recv else { return true };
         if let Some(s) = r.staged {
-            // A message that was broken off has left its receive, and the record, to this one.
+            // An earlier message was broken off and has left its receive, and the record, to this one.
             if s.owner == q.memory && s.room >= bytes {
                 return true;
             }
@@ -45,7 +46,8 @@ impl Objects {
         true
     }
 
-    /// Where in the process the ranges of a receive lie; how many there are. `None` if not all lie there, or one is refused.
+    /// The addresses in the process of the ranges of a receive, and their number. `None` if not all lie there, or if
+    /// one is refused.
     fn places(&self, q: &Qp, sges: &[abi::Sge], out: &mut [abi::StagePlace]) -> Option<usize> {
         let mut n = 0;
         for s in sges.iter().filter(|s| s.length > 0) {

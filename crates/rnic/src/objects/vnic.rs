@@ -104,7 +104,7 @@ pub(crate) struct Vnic {
     pub limit: Limit,
     /// The resources that its sessions use.
     pub used: Used,
-    /// The number of the session that was made last.
+    /// The number of the newest session.
     pub last_session: u32,
     pub counters: Counters,
     /// Notifications that woke a session of it, or were to: kicks, and in a virtual machine exits.
@@ -308,16 +308,17 @@ pub struct WireCounters {
     pub rdma_sends: u64,
     /// SENDs received.
     pub rdma_recvs: u64,
-    /// Of [`Counters::sent_wrs`], those that went to other hosts or plain devices. A datagram to a multicast group is not among them.
+    /// Part of [`Counters::sent_wrs`] that went to other hosts or plain devices. Datagrams to multicast groups are not
+    /// counted here.
     #[serde(default)]
     pub sent_wrs: u64,
     /// Their payload bytes.
     #[serde(default)]
     pub sent_bytes: u64,
-    /// Of [`Counters::received_wrs`], those whose message came from there.
+    /// Part of [`Counters::received_wrs`] whose message came from there.
     #[serde(default)]
     pub received_wrs: u64,
-    /// Of [`Counters::received_bytes`], those that came from there.
+    /// Part of [`Counters::received_bytes`] that came from there.
     #[serde(default)]
     pub received_bytes: u64,
     /// Packets received that the network had marked as congested (ECN), or that waited in a socket more than half full.

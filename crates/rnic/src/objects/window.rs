@@ -1,5 +1,5 @@
-//! Requests that stay at their requester, and memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and
-//! take back.
+//! Requests that no other QP takes part in, and memory windows (IBTA vol. 1, 10.6.7): work requests make and take back
+//! grants of a part of an MR.
 
 use unirdma_formats::{Lkey, Rkey, WcStatus, WrOpcode, access};
 use unirdma_mem::Span;
@@ -26,8 +26,8 @@ impl Objects {
         }
     }
 
-    /// Executes a request that stays at its requester. If it takes a grant back, it is executed again, with the same effect, until no job
-    /// goes by that grant.
+    /// Executes a request that no other QP takes part in. If it takes a grant back, it is executed again, with the same
+    /// effect, until no job uses that grant.
     ///
     /// # Errors
     /// The status with which it completes.
@@ -40,8 +40,8 @@ impl Objects {
         done.ok_or(WcStatus::MwBindErr)
     }
 
-    /// Takes back what the MR or window with this key grants, if QP `h` or its peer may do that. A window stays bound until
-    /// [`Objects::invalidate`], so that this may be repeated.
+    /// Takes back the grant of the MR or window with this key, if QP `h` or its peer may do that. A window stays bound
+    /// until [`Objects::invalidate`], so that this may be repeated.
     pub fn take_back(&mut self, h: Handle<Qp>, key: Rkey) -> Option<Freed> {
         let q = self.qps.get(h)?;
         if let Some(handle) = self.freeable(q, key) {
@@ -66,15 +66,15 @@ impl Objects {
         self.freeable(q, key).is_some() || self.window_of(q, key).is_some()
     }
 
-    /// Unbinds the window with this key, if there is one, after [`Objects::take_back`] and when no job goes by its grant.
+    /// Unbinds the window with this key, if there is one, after [`Objects::take_back`] and when no job uses its grant.
     pub fn invalidate(&mut self, h: Handle<Qp>, key: Rkey) {
         let window = self.qps.get(h).and_then(|q| self.window_of(q, key));
         window.into_iter().for_each(|mw| self.unbind(mw));
     }
 
-    /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of the MR with the
-    /// lkey that `swap` begins with; the access that it grants is in the upper half of `swap`. Returns the grant that this takes back: a
-    /// window of type 1 may have been bound before.
+    /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of
+    /// the MR whose lkey is in the lower half of `swap`. The upper half of `swap` has the access that it grants.
+    /// Returns the grant that this takes back: a window of type 1 may have been bound before.
     fn bind(&mut self, h: Handle<Qp>, work: &Work) -> Option<Option<Freed>> {
         let q = self.qps.get(h)?;
         let wqe = &work.wqe;

@@ -1,4 +1,4 @@
-//! The memory that belongs to a record: who gives it back, and what must fit.
+//! The memory that belongs to a record: who provides it, and which size and kind it must have.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::data::{LayoutData, VnicData, WayData};
 use super::{Object, RestoreError};
 use crate::objects::{Backing, Resolve};
 
-/// How the memory of an MR is reached: what kind of [`Backing`] it needs.
+/// How the memory of an MR is reached: the kind of [`Backing`] that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Way {
@@ -22,8 +22,8 @@ pub enum Way {
     Pages,
 }
 
-/// Gives back the memory of a vRNIC that is being restored, with the content that it had when the vRNIC was saved. Sessions are named
-/// by their numbers in the record, and objects by the numbers that their sessions call them. `None`: there is no such memory, and
+/// Provides the memory of a vRNIC that is being restored, with its content at the time of the save. Sessions have their
+/// numbers in the record, and objects their numbers in the session. `None` means that there is no such memory, and
 /// nothing is restored.
 pub trait Attach {
     /// Doorbell page `number` of a session; 0 names the page of SET_DOORBELL.
@@ -79,7 +79,7 @@ impl Attach for Attached {
 }
 
 impl Backing {
-    /// The same memory once more.
+    /// Another reference to the same memory.
     pub(super) fn share(&self) -> Backing {
         match self {
             Backing::Mapped(span) => Backing::Mapped(span.clone()),

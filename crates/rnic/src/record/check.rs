@@ -1,5 +1,5 @@
-//! Whether a record is consistent in itself: numbers that stand there once, references that lead somewhere, values that a live vRNIC
-//! can have. What is not checked here cannot hurt the RNIC: a driver could have made it so.
+//! Checks that a record is consistent: unique numbers, references to existing objects, and values that a live vRNIC can
+//! have. Values that are not checked here cannot hurt the RNIC, because a driver could have made them, too.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
@@ -17,7 +17,7 @@ use crate::objects::{MAX_MTU, MAX_RD_ATOMIC, PageList, WINDOW_MAX, WINDOW_MIN, i
 
 type Result<T = ()> = std::result::Result<T, Flaw>;
 
-/// Bytes of a longest ring slot.
+/// Bytes of the longest ring slot.
 const MAX_STRIDE: u32 = 4096;
 /// Most WQEs under way of a QP, most answers that wait, and groups of a QP: more than a live one has.
 const MAX_LIST: usize = 1024;
@@ -30,7 +30,7 @@ fn ensure(ok: bool, object: Object, value: &'static str) -> Result {
     if ok { Ok(()) } else { fail(object, What::Range(value)) }
 }
 
-/// Numbers that must not come twice.
+/// Numbers that must be unique.
 struct Once<T>(HashSet<T>);
 
 impl<T: Hash + Eq> Once<T> {
@@ -43,7 +43,7 @@ impl<T: Hash + Eq> Once<T> {
     }
 }
 
-/// The objects that others name.
+/// The objects that other objects name.
 struct Known<'a> {
     d: &'a VnicData,
     sessions: HashSet<u32>,
@@ -56,7 +56,7 @@ struct Known<'a> {
 /// Checks a record.
 ///
 /// # Errors
-/// The first object that cannot be.
+/// The first object that is not valid.
 pub(super) fn check(d: &VnicData) -> Result {
     let known = Known::new(d)?;
     for s in &d.sessions {
@@ -78,7 +78,7 @@ pub(super) fn check(d: &VnicData) -> Result {
             }
         }
     }
-    // The bits of each page: how many there are, and one more than the last.
+    // For each page, the number of its bits that QPs have, and the highest of them plus one.
     let mut bits: HashMap<(u32, u32), (u32, u32)> = HashMap::new();
     for &(session, door, slot) in &slots.0 {
         let (count, end) = bits.entry((session, door)).or_default();
@@ -107,7 +107,7 @@ impl<'a> Known<'a> {
             let session = s.number;
             sessions.add(session, Object::Session(session))?;
             ensure(session != 0 && session <= d.last_session, Object::Session(session), "its number")?;
-            // All objects of a session share one row of numbers.
+            // All objects of a session share one sequence of numbers.
             let mut numbers = Once::new();
             let mut name = |number: u32, object: Object| {
                 numbers.add(number, object)?;
@@ -318,7 +318,7 @@ impl<'a> Known<'a> {
         }
     }
 
-    /// A record of a stage that a receive names must be one that is in use.
+    /// A receive may only name a stage record that is in use.
     fn staged(&self, s: StagedData, object: Object) -> Result {
         let stage = self.d.sessions.iter().find(|d| d.number == s.owner).and_then(|d| d.stage.as_ref());
         let Some(stage) = stage else { return fail(object, What::Missing("stage")) };
@@ -450,7 +450,7 @@ impl<'a> Known<'a> {
 fn counted(m: &MrData) -> u64 {
     match m.kind {
         MrKind::Region(WayData::Mapped | WayData::Pages) => m.len,
-        // How much of a process counts is known when its memory is there.
+        // The size of process memory that counts is known when the memory is there.
         _ => 0,
     }
 }
@@ -496,7 +496,7 @@ fn check_work(w: &WorkData, object: Object) -> Result {
     let is_inline = w.wqe.0.send_flags & send_flags::INLINE != 0;
     let bytes = w.sges.iter().map(|s| u64::from(s.0.length)).sum::<u64>();
     let op = WrOpcode::from_raw(w.wqe.0.opcode.into());
-    // Of a list an atomic uses its first 8 bytes, and what never reaches memory has no bytes.
+    // An atomic uses only the first 8 bytes of its SGEs, and a request without data uses none.
     let total = if is_inline { w.total == w.inline.len() as u64 } else { w.total <= bytes && w.inline.is_empty() };
     let lists = w.sges.len() <= abi::MAX_SGE as usize && w.inline.len() <= abi::MAX_INLINE as usize;
     ensure(lists && total && w.done <= w.total, object, "a request")?;

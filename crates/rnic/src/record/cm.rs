@@ -192,7 +192,7 @@ impl Rnic {
                 continue;
             };
             let until = now.saturating_add(e.until_ns);
-            // They stand in the order of their deadlines.
+            // They are in the order of their deadlines.
             let at = cm.early.partition_point(|other| other.until <= until);
             let (own, from, service) = (Gid(e.own), Gid(e.from), e.service);
             cm.early.insert(at, Early { until, vnic, own, from, service, mad });

@@ -46,7 +46,7 @@ impl<'de, T: FromBytes> Deserialize<'de> for Raw<T> {
 /// Bytes of a GID.
 pub(crate) type GidBytes = [u8; 16];
 
-/// An object that a session calls by a number.
+/// An object, by its session and its number there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct At {
     pub session: u32,
@@ -126,7 +126,7 @@ impl From<WireCountersData> for WireCounters {
     }
 }
 
-/// A vRNIC with all that it has.
+/// A vRNIC with all its objects.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct VnicData {
     pub group: u32,
@@ -134,11 +134,11 @@ pub(crate) struct VnicData {
     pub up: bool,
     pub limits: LimitsData,
     pub share: ShareData,
-    /// When what was sent would be over at the rates of the limits.
+    /// When the bytes and operations sent so far would be over at the rates of the limits.
     pub bits_ns: u64,
     pub ops_ns: u64,
     pub counters: CountersData,
-    /// Whom it talks with where only one side may begin.
+    /// Peers that talk with it although only one side may begin.
     pub begun: Vec<GidBytes>,
     /// The number of the session that was made last.
     pub last_session: u32,
@@ -151,7 +151,7 @@ pub(crate) struct VnicData {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SessionData {
     pub number: u32,
-    /// The number that an object of it got last.
+    /// The number of its newest object.
     pub last_name: u32,
     pub doors: Vec<DoorData>,
     pub paused: bool,
@@ -183,11 +183,11 @@ pub(crate) struct StageData {
     /// Records: first granule and count.
     pub given: Vec<(u32, u32)>,
     pub cursor: u64,
-    /// How long ago one was seen to have been given back.
+    /// How long ago the driver was last seen to have given one back.
     pub released_ns: Option<u64>,
 }
 
-/// Something that a session is yet to be told.
+/// A notification that a session has not got yet.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum OutputData {
     Completion { queue: u16, cqn: u32 },
@@ -215,7 +215,7 @@ pub(crate) struct ModerationData {
     pub period_ns: u64,
     pub waiting: u16,
     pub solicited: bool,
-    /// When the first that waits is to be reported.
+    /// When the first completion that waits is to be reported.
     pub due_ns: u64,
 }
 
@@ -271,8 +271,8 @@ pub(crate) struct MrData {
     pub pages: Option<PagesData>,
 }
 
-/// A list of pages: how many there may be, what they may grant, bits of a page, bytes of the first page before the MR, and the pages if it
-/// is registered.
+/// A list of pages: the most pages, the access flags that it may grant, the logarithm of the page size, the offset in
+/// the first page, and the pages if it is registered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PagesData {
     pub most: u32,
@@ -285,7 +285,7 @@ pub(crate) struct PagesData {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum MrKind {
     Region(WayData),
-    /// A window, of type 2 or 1, for this QP; if it is bound, to which MR of the session, and where in it.
+    /// A window: whether it is of type 2, its QP, and if it is bound, the MR of the session and the offset there.
     Window {
         second: bool,
         qpn: Option<u32>,
@@ -332,7 +332,7 @@ pub(crate) struct QpData {
     pub owner: u32,
     /// Others that have opened it, each with its number of the XRC domain.
     pub openers: Vec<At>,
-    /// Whose memory it reaches; `None` if that session is gone, as below.
+    /// The session whose memory it reaches; `None` if that session is gone, as below.
     pub memory: Option<u32>,
     /// The owner's number of the XRC domain.
     pub xrcd: Option<u32>,

@@ -6,14 +6,14 @@
 //! Rings, doorbell pages, stages and the memory of MRs belong to programs, and the caller that restores a record gives
 //! them back through [`Attach`].
 //!
-//! To its peers a vRNIC that moves is one whose packets are lost for a while. Connections within a host have no packets, so
-//! [`crate::Rnic::take_vnic`] first makes them connections over the wire, at both ends (`crate::uncouple`). [`crate::Core::follow`]
-//! leads the peers to the new host of the vRNIC.
+//! To its peers, a vRNIC that moves looks like one whose packets are lost for a while. Connections within a host have
+//! no packets, so [`crate::Rnic::take_vnic`] first makes them connections over the wire, at both ends
+//! (`crate::uncouple`). [`crate::Core::follow`] leads the peers to the new host of the vRNIC.
 //!
 //! The QP state in a record is the state that the software RNIC has.
 //!
-//! `data` says what stands in a record. `save` writes it, `check` looks whether it is consistent, and `restore` makes a vRNIC of it;
-//! `wire` and `cm` do both for requests, connections and connection management.
+//! `data` defines the contents of a record. `save` writes it, `check` checks that it is consistent, and `restore` makes
+//! a vRNIC of it. `wire` and `cm` do both for requests, connections and connection management.
 
 mod attach;
 mod check;
@@ -63,16 +63,16 @@ pub enum RecordError {
         /// Bytes that there are.
         found: u64,
     },
-    /// Something follows.
+    /// There are further bytes after the end.
     #[error("{0} bytes follow the end of the record")]
     Trailing(u64),
-    /// Some byte is not what was written.
+    /// Some byte has changed since the record was written.
     #[error("the checksum of the record is wrong")]
     Checksum,
-    /// The bytes are no vRNIC's.
+    /// The bytes do not encode a vRNIC.
     #[error("the record cannot be read: {0}")]
     Encoding(#[from] postcard::Error),
-    /// An object of it cannot be.
+    /// An object in it is not valid.
     #[error("the record is inconsistent: {0}")]
     Inconsistent(#[from] Flaw),
 }
@@ -104,7 +104,7 @@ pub enum What {
     Quota(&'static str),
 }
 
-/// Names an object of a vRNIC.
+/// The name of an object of a vRNIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Object {
@@ -158,7 +158,7 @@ impl fmt::Display for Object {
 /// Why a record was not restored. Nothing has changed then.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// Something on this host is called by the same number.
+    /// Something on this host has the same number.
     #[error("{0} exists on this host already")]
     Taken(Object),
     /// [`Attach`] did not give it.
@@ -167,7 +167,7 @@ pub enum RestoreError {
     /// [`Attach`] gave something else.
     #[error("what was given back as {0} has another size or kind than what was saved")]
     Unlike(Object),
-    /// The network of this host takes only smaller packets than a connection has.
+    /// A connection has larger packets than the network of this host takes.
     #[error("QP {qpn} sends packets of {mtu} bytes, and the network of this host takes {most}")]
     Mtu {
         /// Which QP.

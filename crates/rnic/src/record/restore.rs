@@ -1,5 +1,5 @@
-//! Reading a vRNIC in. Everything is asked for and checked first; from then on nothing can fail, so a record is restored whole or not at
-//! all.
+//! Restores a vRNIC. First, all memory is asked for and everything is checked. After that nothing can fail, so a record
+//! is restored as a whole or not at all.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ use crate::pace::{Limit, Pace};
 use crate::rnic::Rnic;
 use crate::slab::Handle;
 
-/// The objects that were made, by the numbers that the record calls them.
+/// The objects that were made, by their numbers in the record.
 pub(super) struct Restorer<'a> {
     pub(super) core: &'a mut Core,
     vnic: VnicId,
@@ -37,11 +37,12 @@ pub(super) struct Restorer<'a> {
 }
 
 impl Rnic {
-    /// Makes a vRNIC of a record, with the numbers, keys and QPNs that it had, on this host or another. `attach` gives its memory back.
-    /// [`Core::numbered_sessions`] tells what its sessions are called here.
+    /// Makes a vRNIC of a record, with the numbers, keys and QPNs that it had, on this host or another. `attach`
+    /// provides its memory. [`Core::numbered_sessions`] returns the identities that its sessions have here.
     ///
-    /// From now on its doorbells are looked at, its timers run and its QPs work, and connections and address handles of this host that
-    /// lead to its addresses lead to it. Other hosts are told by [`Rnic::set_routes`] and [`Core::follow`].
+    /// From now on its doorbells are polled, its timers run and its QPs work. Connections and address handles of this
+    /// host that lead to its addresses lead to it. Other hosts learn of it by [`Rnic::set_routes`] and
+    /// [`Core::follow`].
     ///
     /// # Errors
     /// A [`RestoreError`] that says why not. Then nothing has changed.
@@ -57,12 +58,12 @@ impl Rnic {
         for &gid in d.gids.iter().filter(|g| !Gid(**g).is_zero()) {
             self.core.follow(d.group, Gid(gid));
         }
-        // The rules here may be others than where it was saved.
+        // The rules here may differ from those where it was saved.
         self.core.recheck_vnic(vnic);
         Ok(vnic)
     }
 
-    /// Whether this host has room for a record, and calls nothing else by its numbers.
+    /// Checks that this host has room for the record, and that its numbers are free.
     fn check_host(&self, d: &VnicData) -> Result<(), RestoreError> {
         let objects = &self.core.objects;
         let taken = |object: Object| Err(RestoreError::Taken(object));
@@ -181,7 +182,7 @@ impl<'a> Restorer<'a> {
         }
     }
 
-    /// Makes all objects; what the sessions are called.
+    /// Makes all objects. Returns the identities of the sessions.
     fn all(mut self, d: &VnicData) -> HashMap<u32, SessionId> {
         for s in &d.sessions {
             self.session(s);
@@ -591,7 +592,7 @@ impl<'a> Restorer<'a> {
         backlog
     }
 
-    /// A session works from now on: what it was to be told is told, and its doorbell page is looked at.
+    /// Starts a session: it gets its notifications, and its doorbell page is polled.
     fn wake(&mut self, d: &SessionData) {
         let session = self.session_id(Some(d.number));
         for o in &d.outputs {
@@ -608,10 +609,10 @@ impl<'a> Restorer<'a> {
         }
         let (wakes, now) = (self.core.wakes, self.core.now);
         for h in self.core.objects.doors_of(session) {
-            // A driver that pauses finds its page as it left it.
+            // A paused driver finds its page unchanged.
             let Some(door) = self.core.objects.doors.get(h).filter(|_| !d.paused) else { continue };
             door.bell.set_wakes(wakes);
-            // No job reaches memory that its driver wants to be left alone.
+            // No job reaches memory that the driver has asked to leave alone.
             door.bell.confirm_away(if door.number == 0 { d.away } else { 0 });
             self.core.unpark_door(h, now);
         }

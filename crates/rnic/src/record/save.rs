@@ -1,5 +1,5 @@
-//! Writing a vRNIC out. Live structures are taken apart field by field, so that a new field does not compile until it is saved here, or
-//! named as one that is not.
+//! Saves a vRNIC. Live structures are taken apart field by field, so that a new field does not compile until it is
+//! saved here, or named as one that is not saved.
 
 use std::collections::HashMap;
 
@@ -37,17 +37,18 @@ pub(super) struct Saver<'a> {
 }
 
 impl Rnic {
-    /// Writes a vRNIC out as it is now; `None` if there is none. The vRNIC goes on. Copies that are under way for it as jobs are
-    /// stopped, and tried again here as well as wherever the record is restored. [`Core::has_copies`] says when the last of them has
-    /// ended.
+    /// Saves a vRNIC as it is now; `None` if there is none. The vRNIC goes on. Copies that are under way for it as jobs
+    /// are stopped. They are tried again here, and also wherever the record is restored. [`Core::has_copies`] says when
+    /// the last of them has ended.
     pub fn save_vnic(&mut self, now: u64, id: VnicId) -> Option<Record> {
         self.at(now).settle(id);
         while self.bury_of(id, usize::MAX) {}
         Saver::new(&self.core, &self.cm, id).vnic(id).map(Record)
     }
 
-    /// Writes a vRNIC out and removes it. Its programs and peers are told nothing: to them it is as if all packets were lost from now on.
-    /// The memory that it had comes with the record, and may be handed on when [`Core::has_copies`] is false for all its sessions.
+    /// Saves a vRNIC and removes it. Its programs and peers are not notified: to them it looks as if all packets were
+    /// lost from now on. Its memory is returned with the record, and may be used by others when [`Core::has_copies`] is
+    /// false for all its sessions.
     ///
     /// Connections between it and other vRNICs of this host are connections over the wire from now on, at both ends.
     pub fn take_vnic(&mut self, now: u64, id: VnicId) -> Option<(Record, Attached)> {
@@ -67,7 +68,7 @@ impl Rnic {
 }
 
 impl Core {
-    /// The sessions of a vRNIC, with the numbers by which records call them.
+    /// The sessions of a vRNIC, with their numbers in records.
     pub fn numbered_sessions(&self, id: VnicId) -> Vec<(u32, SessionId)> {
         let of_vnic = self.objects.sessions.iter().filter(|(_, s)| s.vnic == id && !s.gone);
         let mut all: Vec<_> = of_vnic.map(|(h, s)| (s.number, SessionId(h))).collect();
@@ -85,7 +86,7 @@ impl Core {
         }
     }
 
-    /// True while somebody does a copy to or from the memory of a session, which may be gone.
+    /// True while a job copies to or from the memory of a session, even if the session is gone.
     pub fn has_copies(&self, s: SessionId) -> bool {
         self.jobs.reach(s)
     }
@@ -156,14 +157,15 @@ fn flow(f: &Flow) -> FlowData {
     FlowData { src, dst, src_port, dst_port, traffic_class, hop_limit, ip_id }
 }
 
-/// A bell that has rung and whether somebody sleeps stand in the doorbell page; a restored one is polled at first.
+/// The doorbell page itself says whether a bell has rung and whether the device sleeps. A restored page is polled at
+/// first.
 fn door(d: &Door) -> DoorData {
     let Door { session: _, number, bell: _, slots, free_slots, words: _, parked: _, rung: _, last_rung_ns: _ } = d;
     DoorData { number: *number, slots: slots.len() as u32, free_slots: free_slots.clone() }
 }
 
 fn moderation(m: &Moderation, now: u64) -> ModerationData {
-    // Whether a timer runs is known when one is set again.
+    // A restore sets the timer again, and then knows whether it runs.
     let Moderation { count, period_ns, waiting, solicited, due, timed: _ } = *m;
     let due_ns = if waiting > 0 { due.saturating_sub(now) } else { 0 };
     ModerationData { count, period_ns, waiting, solicited, due_ns }
@@ -196,7 +198,7 @@ impl<'a> Saver<'a> {
             s.xrcds.extend(live.names.xrcds.iter().map(at));
         }
         let mut ids: Vec<_> = cm.ids.iter().filter(|(_, c)| c.vnic == id).collect();
-        // One that its program has given back has nothing but the number of its connection.
+        // An identifier that its program has destroyed has only the number of its connection left.
         ids.sort_unstable_by_key(|(_, c)| (c.owner.map(|o| s.sessions.get(&o)), c.number, c.local_id));
         s.ids.extend(ids.iter().zip(0..).map(|((h, _), place)| (*h, place)));
         for (at, due) in core.sched.timers(id) {
@@ -388,7 +390,7 @@ impl<'a> Saver<'a> {
     }
 
     fn ah(&self, ah: &Ah) -> AhData {
-        // Where its packets go is looked up again.
+        // A restore looks up the destination of its packets again.
         let Ah { owner: _, number, pd, flow: f, target, linked: _, barred: _, static_rate } = ah;
         let port = target.port(self.core.net.first_port, ah.own(), Gid::from_ip(f.dst));
         let pd = self.pds.get(pd).map_or(0, |at| at.number);
@@ -396,7 +398,8 @@ impl<'a> Saver<'a> {
     }
 
     fn qp(&self, h: Handle<Qp>, q: &Qp) -> QpData {
-        // Its vRNIC is the record's; its link follows from `own`, and what its requests may name from its doorbell page; its peer is looked up again; it gets a turn in any case.
+        // Its vRNIC is the record's. `linked` follows from `own`, and `by_bus` from its doorbell page. Its peer is
+        // looked up again, and it gets a turn in any case.
         let Qp {
             owner,
             openers,
@@ -438,7 +441,7 @@ impl<'a> Saver<'a> {
             pace,
             counters,
         } = q;
-        // Notifications will say anew how fast a connection without answers may send.
+        // New notifications will limit the rate of a connection without answers.
         let Pace { after, waits: _, spread_until: _, path_kbps: _ } = pace;
         let connection = match connection {
             Connection::None => ConnectionData::None,
@@ -515,7 +518,7 @@ impl<'a> Saver<'a> {
 }
 
 fn xrcd(x: &Xrcd) -> XrcdData {
-    // Which domain it is follows from the file.
+    // The domain follows from the file.
     let Xrcd { owner: _, number, uses: _, file, domain: _ } = x;
     XrcdData { number: *number, file: file.map(|f| f.1) }
 }

@@ -1,4 +1,4 @@
-//! Records that are inconsistent, each in one place.
+//! Inconsistent records, each wrong in one place.
 
 use std::sync::Arc;
 
@@ -366,7 +366,7 @@ fn a_record_that_is_inconsistent_anywhere_says_where() {
         change(&mut bad);
         let Err(flaw) = check(&bad) else { panic!("case {i}, {expected}: nothing was found") };
         assert!(flaw.to_string().ends_with(expected), "case {i}: {flaw}, and not {expected}");
-        // It is refused as bytes, too, whatever its checksum says.
+        // Its bytes are refused, too, although their checksum is right.
         let bytes = Record(bad).to_bytes().unwrap();
         assert_eq!(Record::from_bytes(&bytes), Err(RecordError::Inconsistent(flaw)), "case {i}");
     }

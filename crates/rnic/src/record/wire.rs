@@ -132,7 +132,7 @@ impl Saver<'_> {
     }
 
     pub(super) fn responder(&self, r: &Responder) -> ResponderData {
-        // An ACK that waits for company goes at once after a restore.
+        // An ACK that waits for a reply goes at once after a restore.
         let Responder {
             msn,
             message,
@@ -206,7 +206,8 @@ impl Restorer<'_> {
             total: *total,
             done: *done,
             started: *started,
-            // A multicast group may have other members on this host. Those that have no datagram yet have lost it.
+            // A multicast group may have other members on this host. Members that have no datagram yet count as having
+            // lost it.
             served: if *started { u32::MAX } else { 0 },
             retries_left: *retries_left,
             rnr_left: *rnr_left,

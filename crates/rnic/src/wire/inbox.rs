@@ -1,9 +1,10 @@
-//! Packets that need a job: their payload goes into the private memory of a process, which nobody reaches while the RNIC is locked.
+//! Packets that need a job: their payload goes into the private memory of a process, which is not accessed while the
+//! RNIC is locked.
 //!
-//! Such a packet waits in its QP's inbox, and those that come after it wait behind it. When the job has ended, the packet is executed
-//! again, in the QP's turn, and finds there what came of the job instead of reaching the memory. So a packet takes the same way
-//! whether its memory is mapped or not, and nothing is answered or completed before the memory has the data. A job stores what
-//! waits of a message, up to 64 KiB.
+//! Such a packet waits in its QP's inbox, and later packets wait behind it. When the job has ended, the packet is
+//! executed again, in the QP's turn, and uses the job's result instead of accessing the memory. So a packet is handled
+//! in the same way whether its memory is mapped or not, and nothing is answered or completed before the memory has the
+//! data. A job stores the waiting payload of a message, up to 64 KiB.
 //!
 //! Requests of the peer and its answers are two directions, and so two inboxes: neither waits for the other.
 
@@ -17,11 +18,11 @@ use crate::job::Made;
 use crate::objects::{Inbox, Qp, Run, Wire};
 use crate::slab::Handle;
 
-/// If a vRNIC has enough jobs, or no room for what jobs bring, it is tried again after this time, ns: a request that was dropped for
-/// it has to come once more.
+/// If a vRNIC has enough jobs, or no room for the bytes of a job, the next try is after this time, ns. A request that
+/// was dropped for this reason must be sent again.
 pub(super) const FULL_NS: u64 = 50_000;
 
-/// Which packets of a connection.
+/// The direction of packets of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     /// Requests of the peer.
@@ -84,7 +85,7 @@ impl Core {
         }
     }
 
-    /// Executes packets of QP `h` that have waited for a job; what that takes, roughly, nanoseconds.
+    /// Executes packets of QP `h` that have waited for a job. Returns the approximate cost, nanoseconds.
     pub(crate) fn take_up(&mut self, h: Handle<Qp>, allowance: u64) -> u64 {
         let turn = self.with_wire(h, |core, w| {
             let mut cost = 0;
@@ -101,9 +102,10 @@ impl Core {
         turn.unwrap_or(0)
     }
 
-    /// Executes a packet that has waited for a job: how many bytes it has.
+    /// Executes a packet that has waited for a job. Returns its length in bytes.
     fn take_up_one(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction) -> Option<usize> {
-        // Without a link no packets come, but those that have come are executed: an atomic perhaps was.
+        // Without a link no packets come in, but those that have come in are executed: a job may have executed an
+        // atomic already.
         if self.objects.qps.get(h).is_none_or(|q| q.broken || q.state == QpState::Err) {
             *direction.inbox(w) = Inbox::default();
             return None;

@@ -67,7 +67,7 @@ impl Core {
         self.make_runnable(h);
     }
 
-    /// A marked packet came in: its sender is told (annex A17), but not for each one.
+    /// A marked packet came in. Notifies its sender (annex A17), but not of each one.
     fn notify_congestion(&mut self, h: Handle<Qp>, w: &mut Wire) {
         self.objects.count(h, |c| c.wire.np_ecn_marked_roce_packets += 1);
         if !self.net.adapts || self.now < w.cnp_after || self.net.tx.is_full() {
@@ -128,7 +128,7 @@ impl Core {
         self.with_wire(h, |rnic, w| rnic.send_last_ack(h, w));
     }
 
-    /// A turn of a connected QP: responses first, then requests. Its cost, and whether it has more to do.
+    /// A turn of a connected QP: responses first, then requests. Returns its cost, and whether it has more to do.
     pub(crate) fn wire_step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let turn = self.with_wire(h, |rnic, w| {
             let mut cost = 0;
@@ -159,7 +159,7 @@ impl Core {
         turn.unwrap_or((0, false))
     }
 
-    /// Keeps a timer in the heap that fires no later than this QP needs it.
+    /// Makes sure that a timer is in the heap that fires no later than this QP needs it.
     fn arm_wire(&mut self, h: Handle<Qp>, w: &mut Wire) {
         let rnr = if w.rnr_until > self.now { w.rnr_until } else { u64::MAX };
         let need = w.deadline.min(rnr).min(w.memory_due(self.now));

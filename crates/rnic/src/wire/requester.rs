@@ -24,8 +24,8 @@ const ACK_EVERY: u32 = 16;
 /// ns.
 const TAKEN_WITHIN_NS: u64 = 50_000_000;
 
-/// Packet `index` of the `packets` of request `w`, without its payload, and how long that is. A READ asks for `span`
-/// packets from there on.
+/// Packet `index` of the `packets` of request `w`, without its payload, and the length of the payload. A READ asks for
+/// `span` packets from there on.
 pub(crate) fn request_packet(
     q: &Qp,
     w: &Work,
@@ -40,7 +40,7 @@ pub(crate) fn request_packet(
     let wqe = &w.wqe;
     let kind = match op {
         WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => Op::Send(part),
-        // These are never sent, so what stands here does not matter.
+        // These are never sent, so the value does not matter.
         WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::RegMr => Op::Send(part),
         WrOpcode::Write | WrOpcode::WriteImm => Op::Write(part),
         WrOpcode::Read => Op::ReadRequest,
@@ -76,7 +76,7 @@ pub(crate) fn request_packet(
 }
 
 impl Core {
-    /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
+    /// Sends one packet, or takes one WQE. Returns its cost, or `None` if there is nothing to do now.
     pub(super) fn request(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         if w.rnr_until > self.now {
             return None;
@@ -95,7 +95,7 @@ impl Core {
         let f = w.flight.get(i)?;
         let op = f.work.op;
         match f.status {
-            // It was registered before, and what stands before it is sent again.
+            // It was registered before. The requests before it are being sent again.
             Some(WcStatus::Success) => {
                 w.cursor += 1;
                 return Some(OP_NS);
@@ -187,8 +187,9 @@ impl Core {
         Some(copy_ns(len as u64) + OP_NS)
     }
 
-    /// The payload of the request at the cursor lies in the private memory of a process, from byte `off` of its message on. Lets a job
-    /// bring as much of it as may be sent now. The fault if that cannot be; `None` if the request waits.
+    /// The payload of the request at the cursor lies in the private memory of a process, from byte `off` of its message
+    /// on. Lets a job read as much of it as may be sent now. Returns the fault if that is impossible; `None` if the
+    /// request waits.
     fn fetch_payload(&mut self, h: Handle<Qp>, w: &mut Wire, number: u32, off: u64) -> Option<Fault> {
         let (q, f) = (self.objects.qps.get(h)?, w.flight.get_mut(w.cursor)?);
         let may_be_sent = w.cc.packets.saturating_sub(w.next.since(w.una)).max(1);
@@ -222,7 +223,7 @@ impl Core {
         ack_timeout_ns(code).map_or(u64::MAX, |ns| self.now.saturating_add(ns))
     }
 
-    /// Takes the next WQE of the SQ and gives it its PSNs; false if there is none or it may not.
+    /// Takes the next WQE of the SQ and gives it its PSNs; false if there is none or none may be taken.
     fn admit(&mut self, h: Handle<Qp>, w: &mut Wire) -> bool {
         let Some(q) = self.objects.qps.get(h) else { return false };
         if q.state != QpState::Rts || w.flight.len() >= MAX_FLIGHT {
@@ -263,8 +264,8 @@ impl Core {
         true
     }
 
-    /// Executes the REG_MR at this place of the flight. It need not wait for what stands before it, since the MR is free; only its
-    /// completion does.
+    /// Executes the REG_MR at this place of the flight. It need not wait for earlier requests, because the MR is free;
+    /// only its completion waits for them.
     fn register_at(&mut self, h: Handle<Qp>, w: &mut Wire, i: usize) -> Option<u64> {
         let f = w.flight.get_mut(i)?;
         f.status = Some(self.objects.execute_local(h, &f.work).err().unwrap_or(WcStatus::Success));
@@ -319,7 +320,7 @@ impl Core {
         self.advance(h, w, to);
     }
 
-    /// Nothing before `to` is waited for any more.
+    /// Packets before `to` are not waited for any more.
     fn advance(&mut self, h: Handle<Qp>, w: &mut Wire, to: Psn) {
         let n = to.since(w.una);
         if n == 0 {
@@ -432,7 +433,7 @@ impl Core {
         }
     }
 
-    /// Data of a READ or atomic: it must be the next that is missing.
+    /// Data of a READ or atomic. It must be the next data that is missing.
     fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, run: Run<'_>) {
         let p = run.first;
         if !self.advance_to(h, w, psn) {
@@ -497,7 +498,7 @@ impl Core {
             return;
         }
         if !w.inbox.is_empty() {
-            // The peer has answered; what it said waits for a job.
+            // The peer has answered; its answer waits for a job.
             w.deadline = self.deadline(h);
             return;
         }

@@ -13,7 +13,7 @@ use crate::objects::{Answer, Message, Qp, Run, Wire, transport_of};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
 
-/// The answer that bytes are brought for: always the oldest one, which stays that until they were sent.
+/// The answer that bytes are read for: always the oldest one, which remains the oldest until they were sent.
 const FRONT: u32 = 0;
 
 /// Where the payload of a message goes.
@@ -25,7 +25,7 @@ enum To {
     Remote(Rkey, u64),
 }
 
-/// The request of a packet, while `pending` others wait for their answers.
+/// The request of a packet, while `pending` earlier requests wait for their answers.
 fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
     let (va, rkey, len) = match op {
         op if op.is_atomic() => (p.atomic.va, Rkey(p.atomic.rkey), 8),
@@ -110,8 +110,8 @@ impl Core {
         }
     }
 
-    /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or that cannot be taken, is dropped,
-    /// and any PSN will do where the next one begins. False if the packet waits, and comes here once more.
+    /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or one that cannot be taken, is
+    /// dropped, and the next message may begin at any PSN. False if the packet waits, and comes here once more.
     fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, expected: Psn) -> bool {
         let p = run.first;
         let psn = Psn::new(p.psn);
@@ -160,7 +160,7 @@ impl Core {
         self.objects.count(h, |c| c.wire.out_of_seq_request += 1);
     }
 
-    /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): the same answer, no second execution.
+    /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): it gets the same answer and is not executed again.
     fn duplicate(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
         self.objects.count(h, |c| c.wire.duplicate_request += 1);
         let psn = Psn::new(p.psn);
@@ -192,7 +192,7 @@ impl Core {
         }
     }
 
-    /// Checks that a packet continues what has begun, and that its length is right for its place.
+    /// Checks that a packet continues the message that has begun, and that its length is right for its place.
     fn continues(&self, h: Handle<Qp>, w: &Wire, p: &Packet<'_>, part: Part, is_send: bool) -> Result<(), Refusal> {
         let mtu = self.objects.qps.get(h).map_or(0, |q| q.mtu as usize);
         let right_message = match w.resp.message {
@@ -222,7 +222,7 @@ impl Core {
         }
         let n = p.payload.len() as u64;
         if part.begins() {
-            // Nobody knows yet how long a message of several packets is.
+            // The length of a message of several packets is not known yet.
             let room = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
             let _ = self.objects.stage_receive(self.now, h, if part.ends() { n.min(room) } else { room });
         }
@@ -235,7 +235,8 @@ impl Core {
             Err(_) => return Err(BAD_RECV),
         }
         w.resp.stall.over();
-        // A message that fails takes nothing back. If a job still goes by the grant, this packet is stored once more when it comes again.
+        // A message that fails takes nothing back. If a job still uses the grant, this packet is stored once more when
+        // it comes again.
         if let Some(key) = invalidated
             && let Some(freed) = self.objects.take_back(h, Rkey(key))
             && self.jobs.withdraw(freed)
@@ -342,7 +343,8 @@ impl Core {
         })
     }
 
-    /// Executes an operation on a word of remote memory, or lets a job do that: what was there before.
+    /// Executes an operation on a word of remote memory, or lets a job do that. Returns the value that was there
+    /// before.
     fn operate(
         &mut self,
         h: Handle<Qp>,
@@ -489,7 +491,7 @@ impl Core {
         }
     }
 
-    /// Sends one packet of the oldest answer; its cost, or `None` if there is none, or none yet.
+    /// Sends one packet of the oldest answer. Returns its cost, or `None` if there is none, or none yet.
     pub(super) fn respond(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         if w.resp.missed && !w.resp.stall.holds(self.now) {
             w.resp.missed = false;
@@ -515,7 +517,7 @@ impl Core {
         match a {
             Answer::Ack { psn, msn } => {
                 // End-to-end credits: the receives that are posted now.
-                // Nobody in particular is promised a receive of a shared receive queue.
+                // No receive of a shared receive queue is promised to one QP.
                 let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none() && q.typ != QpType::XrcRecv);
                 let credits = posted.map_or(NO_CREDITS, credit_code);
                 self.net.tx.put(w.path, None, &head(Op::Ack, psn, credits, msn), &[]);
