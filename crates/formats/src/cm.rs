@@ -80,7 +80,7 @@ pub struct Req {
     /// Encoded times: 4.096 us * 2^value.
     pub remote_response_timeout: u8,
     pub local_response_timeout: u8,
-    /// 0 RC, 1 UC, 3 extended: see the next.
+    /// 0 RC, 1 UC, 3 extended: see `extended_transport`.
     pub transport: u8,
     /// 1 XRC.
     pub extended_transport: u8,
@@ -132,7 +132,7 @@ pub struct Rep {
 #[allow(missing_docs)]
 pub enum Message {
     Req(Req),
-    /// The one who got a message needs more time: 4.096 us * 2^`timeout`.
+    /// The receiver of a message needs more time: 4.096 us * 2^`timeout`.
     Mra {
         local_id: u32,
         remote_id: u32,
@@ -192,7 +192,7 @@ pub struct Mad {
     pub message: Message,
 }
 
-/// Places and sizes of private data, after the header.
+/// Offsets and sizes of private data, after the header.
 const REQ_PRIVATE: (usize, usize) = (140, 92);
 const MRA_PRIVATE: (usize, usize) = (10, 222);
 const REJ_PRIVATE: (usize, usize) = (84, 148);
@@ -202,7 +202,7 @@ const DREQ_PRIVATE: (usize, usize) = (12, 220);
 const SIDR_REQ_PRIVATE: (usize, usize) = (16, 216);
 const SIDR_REP_PRIVATE: (usize, usize) = (96, 136);
 
-/// Bytes that a program may put into each message, beside the IP header where there is one.
+/// Bytes that a program may put into each message, without the IP header in messages that have one.
 pub mod user_bytes {
     /// REQ.
     pub const REQ: usize = super::REQ_PRIVATE.1 - super::IP_HEADER_BYTES;
@@ -216,7 +216,7 @@ pub mod user_bytes {
     pub const SIDR_REP: usize = super::SIDR_REP_PRIVATE.1;
 }
 
-/// The bytes after the header: fields are read and written at their places.
+/// The bytes after the header. Fields are read and written by their offsets.
 struct Body<'a>(&'a [u8]);
 
 impl Body<'_> {
@@ -351,7 +351,7 @@ impl Mad {
         }
     }
 
-    /// Its bytes. Private data beyond its room is cut off.
+    /// Its bytes. Private data that is too long is cut off.
     pub fn bytes(&self) -> [u8; MAD_BYTES] {
         let mut all = [0; MAD_BYTES];
         let (head, b) = all.split_at_mut(HEADER);
@@ -363,7 +363,7 @@ impl Mad {
         fn private(b: &mut [u8], (at, room): (usize, usize), bytes: &[u8]) {
             put(b, at, &bytes[..bytes.len().min(room)]);
         }
-        /// 24 bits, and 8 after them.
+        /// 24 bits of `v`, and the 8 bits of `low` after them.
         fn high(b: &mut [u8], at: usize, v: u32, low: u8) {
             put(b, at, &(v << 8 | u32::from(low)).to_be_bytes());
         }

@@ -1,7 +1,7 @@
 //! The claims of an Ethernet frame about its sender: the source address of its packet, and the link-layer address that
 //! ARP and neighbour discovery announce. RFC 826, 5227, 791, 8200, 4861, 6980, 7112.
 //!
-//! Frames are hostile. Whatever a receiver could understand in another way than this parser is refused: VLAN tags, other
+//! Frames are hostile. A frame that a receiver could read in another way than this parser is refused: VLAN tags, other
 //! protocols, a chain of extension headers that does not fit into a packet's first fragment, contradictory options.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use crate::Mac;
 use crate::net::ETH_BYTES;
 
-/// Why a frame is not what its sender may send.
+/// Why a sender may not send a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// The Ethernet source address belongs to somebody else.
@@ -53,7 +53,7 @@ impl Claims {
     /// Reads a frame.
     ///
     /// # Errors
-    /// It could not be read, or not in one way only.
+    /// The frame cannot be read, or can be read in more than one way.
     pub fn read(frame: &[u8]) -> Result<Claims, Refused> {
         let (head, packet) = frame.split_first_chunk::<ETH_BYTES>().ok_or(Refused::Malformed)?;
         match u16::from_be_bytes([head[12], head[13]]) {
@@ -64,7 +64,7 @@ impl Claims {
         }
     }
 
-    /// Checks that all of this is true of a sender with this MAC and these addresses.
+    /// Checks that all claims are true of a sender with this MAC and these addresses.
     ///
     /// # Errors
     /// The claim that is not true.
@@ -149,7 +149,7 @@ fn segment(tcp: &[u8]) -> Option<Talk> {
 /// Checks that a sender with this MAC and these addresses may send a frame.
 ///
 /// # Errors
-/// Why it may not.
+/// The reason why it may not.
 pub fn check(frame: &[u8], mac: Mac, own: &[IpAddr]) -> Result<(), Refused> {
     if frame.get(6..12).ok_or(Refused::Malformed)? != mac.0 {
         return Err(Refused::Mac);
@@ -171,7 +171,7 @@ fn ipv4(p: &[u8]) -> Result<Claims, Refused> {
         return Err(Refused::Malformed);
     }
     let source = Ipv4Addr::from([h[12], h[13], h[14], h[15]]);
-    // A member of a multicast group may report it before it has an address (RFC 3376, 4.2.13). DHCP is nobody's need here.
+    // A member of a multicast group may report it before it has an address (RFC 3376, 4.2.13). DHCP is not needed here.
     let nobody = source.is_unspecified() && h[9] == IGMP;
     Ok(Claims { source: (!nobody).then_some(source.into()), ..Claims::default() })
 }
@@ -185,7 +185,7 @@ fn arp(p: &[u8]) -> Result<Claims, Refused> {
     }
     let link = Mac([h[8], h[9], h[10], h[11], h[12], h[13]]);
     let sender = Ipv4Addr::from([h[14], h[15], h[16], h[17]]);
-    // A probe asks whether anybody has an address, and tells nothing (RFC 5227, 2.1.1).
+    // A probe asks whether anybody has an address, and announces nothing (RFC 5227, 2.1.1).
     let probe = sender.is_unspecified() && operation == 1;
     Ok(Claims { located: (!probe).then_some(sender.into()), link: Some(link), ..Claims::default() })
 }
@@ -262,7 +262,7 @@ fn icmpv6(m: &[u8], source: Ipv6Addr, fragmented: bool) -> Result<Claims, Refuse
         ADVERTISEMENT => (24, Claims { located: Some(v6(m, 8).ok_or(Refused::Malformed)?.into()), ..says }),
         _ => return Ok(says),
     };
-    // Nobody may believe it then (RFC 6980, 5).
+    // A receiver must ignore it then (RFC 6980, 5).
     if fragmented {
         return Err(Refused::Neighbour);
     }

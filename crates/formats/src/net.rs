@@ -1,7 +1,7 @@
 //! The headers below RoCEv2: IPv4 or IPv6, UDP, and VXLAN around an Ethernet frame.
 //!
-//! They are needed where a packet is seen whole: in the 40 bytes that a datagram's receiver finds before its data, in
-//! the encapsulation of datagrams between hosts, and in captures. RFC 791, 8200, 768, 7348; annex A17.
+//! They are needed wherever a whole packet is seen: in the 40 bytes that a datagram's receiver finds before its data,
+//! in the encapsulation of datagrams between hosts, and in captures. RFC 791, 8200, 768, 7348; annex A17.
 
 use std::net::IpAddr;
 
@@ -18,15 +18,16 @@ pub const MAX_IP_UDP_BYTES: usize = 48;
 pub const VXLAN_BYTES: usize = 8;
 /// UDP port of VXLAN.
 pub const VXLAN_PORT: u16 = 4789;
-/// UDP source ports of flows: this one and the next [`SOURCE_PORTS`] - 1. A port is a socket, so that not all 16,384 are used.
+/// First UDP source port of flows; the last one is [`SOURCE_PORTS`] - 1 higher. Each port is a socket, so that not all
+/// 16,384 are used.
 pub const FIRST_SOURCE_PORT: u16 = 0xc000;
-/// How many UDP source ports flows are spread over.
+/// Number of UDP source ports that flows are spread over.
 pub const SOURCE_PORTS: u16 = 64;
-/// Hop limit of packets whose sender named none.
+/// Hop limit of packets whose sender gave none.
 pub const HOP_LIMIT: u8 = 64;
 const IP_UDP: u8 = 17;
 
-/// The two ends of a packet, and what its IP header says beside them.
+/// The two ends of a packet, and the other fields of its IP header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Flow {
     /// Source address.
@@ -105,7 +106,7 @@ impl Flow {
         n
     }
 
-    /// Writes IP and UDP headers of a packet with `payload` bytes of UDP payload; how many bytes they are. The UDP
+    /// Writes IP and UDP headers of a packet with `payload` bytes of UDP payload. Returns their length. The UDP
     /// checksum is 0, none (annex A17).
     ///
     /// # Panics
@@ -163,7 +164,7 @@ impl Flow {
     }
 }
 
-/// The two GIDs that a datagram's first 40 bytes name, source first; `None` if they are no header.
+/// The two GIDs in a datagram's first 40 bytes, source first; `None` if they are no header.
 pub fn parse_grh(grh: &[u8; GRH_BYTES]) -> Option<(Gid, Gid)> {
     let v4 = &grh[20..];
     if grh[0] >> 4 != 6 {
@@ -174,8 +175,9 @@ pub fn parse_grh(grh: &[u8; GRH_BYTES]) -> Option<(Gid, Gid)> {
     Some((gid(8), gid(24)))
 }
 
-/// UDP source port of a flow, by which networks spread flows over equal paths (annex A17, 17.9.2): of its 20-bit flow
-/// label, or if that is 0 of the numbers of its two ends. One of [`SOURCE_PORTS`] from `first` on.
+/// UDP source port of a flow, by which networks spread flows over equal paths (annex A17, 17.9.2). It depends on the
+/// 20-bit flow label or, if that is 0, on the numbers of the two ends. It is one of [`SOURCE_PORTS`] ports from `first`
+/// on.
 pub fn source_port(first: u16, flow_label: u32, own: u32, peer: u32) -> u16 {
     let both = u64::from(own) * u64::from(peer);
     let all = if flow_label == 0 { both } else { flow_label.into() };
@@ -215,7 +217,7 @@ pub fn seal(bytes: &mut [u8], outer: usize, plain: Envelope) {
     bytes[end..].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Internet checksum (RFC 1071); 0 over a header that carries the right one.
+/// Internet checksum (RFC 1071); 0 over a header with a correct checksum.
 fn checksum(bytes: &[u8]) -> u16 {
     let words = bytes.chunks(2).map(|c| u32::from(u16::from_be_bytes([c[0], c.get(1).copied().unwrap_or(0)])));
     let sum: u32 = words.sum();

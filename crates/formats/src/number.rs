@@ -34,7 +34,7 @@ mod tests {
             h.write_u32(n);
             h.finish()
         };
-        // A hash map takes the place from the lower bits, and tells neighbours apart by the upper seven.
+        // A hash map takes the bucket from the lower bits, and distinguishes neighbours by the upper seven.
         let places =
             |f: fn(u64) -> u64| (0..1024).map(|n| f(hash(n))).collect::<std::collections::HashSet<u64>>().len();
         assert_eq!((places(|h| h % 1024), places(|h| h >> 57)), (1024, 128));

@@ -5,7 +5,7 @@ pub fn mtu_bytes(code: u8) -> Option<u32> {
     (1..=5).contains(&code).then(|| 128 << code)
 }
 
-/// Packets, and so PSNs, that a message of `len` bytes takes at `mtu` bytes a packet: at least 1.
+/// Packets, and so PSNs, of a message of `len` bytes at `mtu` bytes a packet: at least 1.
 pub fn psn_count(len: u64, mtu: u32) -> u32 {
     (len.div_ceil(u64::from(mtu)) as u32).max(1)
 }
@@ -70,7 +70,7 @@ pub const RATES: [(i32, i32, i32); 23] = [
     (24, 480, 1_275_000),
 ];
 
-/// Kilobits a second of a static rate; 0 for 0, which limits nothing. `None` if there is no such rate.
+/// Kilobits a second of a static rate; 0 for code 0, which is no limit. `None` if there is no such rate.
 pub fn rate_kbps(rate: u8) -> Option<u32> {
     if rate == 0 {
         return Some(0);
@@ -78,13 +78,14 @@ pub fn rate_kbps(rate: u8) -> Option<u32> {
     RATES.iter().find(|r| r.0 == rate.into()).map(|r| r.2 as u32 * 1000)
 }
 
-/// The bits of a traffic class that say how a packet is treated (RFC 2474).
+/// The bits of a traffic class that select the treatment of a packet (RFC 2474).
 const DSCP: u8 = 0xfc;
-/// Its other bits, which tell of congestion (RFC 3168).
+/// The other two bits, which report congestion (RFC 3168).
 pub const ECN: u8 = 3;
 
-/// How the network treats packets to an address: by the DSCP of its traffic class or, without one, by the class selector of its service
-/// level (RFC 2474, 4.2.2), which stands for the priority that the level has in the VLAN tags of Ethernet. Ethernet has the levels 0 to 7.
+/// The DSCP bits of packets to an address: those in its traffic class or, if they are 0, the class selector of its
+/// service level (RFC 2474, 4.2.2), which stands for the priority of the level in the VLAN tags of Ethernet. Ethernet
+/// has the levels 0 to 7.
 pub fn class_of(traffic_class: u8, sl: u8) -> u8 {
     match traffic_class & DSCP {
         0 if sl < 8 => sl << 5,
@@ -127,7 +128,7 @@ mod tests {
     fn rates_and_classes_are_those_of_the_field() {
         assert_eq!([0, 2, 7, 16].map(rate_kbps), [Some(0), Some(2_500_000), Some(40_000_000), Some(103_125_000)]);
         assert_eq!([1, 25, 255].map(rate_kbps), [None; 3]);
-        // A traffic class comes first; its ECN bits are nobody's wish; there are eight levels.
+        // A traffic class comes first; its ECN bits are ignored; there are eight levels.
         assert_eq!([class_of(0, 0), class_of(0, 3), class_of(0, 7)], [0, 0x60, 0xe0]);
         assert_eq!([class_of(0x6a, 3), class_of(3, 3), class_of(0, 9)], [0x68, 0x60, 0]);
     }

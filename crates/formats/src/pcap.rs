@@ -18,7 +18,7 @@ pub fn header(snap: u32) -> [u8; HEADER_BYTES] {
     b
 }
 
-/// The header of a record: nanoseconds since 1970, bytes that are in the file, and bytes that the packet had.
+/// The header of a record: nanoseconds since 1970, bytes in the file, and bytes of the whole packet.
 pub fn record(ns: u64, kept: u32, all: u32) -> [u8; RECORD_BYTES] {
     let words = [(ns / 1_000_000_000) as u32, (ns % 1_000_000_000) as u32, kept, all];
     let mut b = [0; RECORD_BYTES];
@@ -28,14 +28,14 @@ pub fn record(ns: u64, kept: u32, all: u32) -> [u8; RECORD_BYTES] {
     b
 }
 
-/// Bytes of the record that starts here, its header included; `None` if it is not whole.
+/// Bytes of the record that starts here, with its header; `None` if it is not complete.
 fn record_bytes(bytes: &[u8]) -> Option<usize> {
     let kept = bytes.get(8..12)?;
     let all = RECORD_BYTES + u32::from_le_bytes([kept[0], kept[1], kept[2], kept[3]]) as usize;
     (all <= bytes.len()).then_some(all)
 }
 
-/// Records that lie one after the other, their headers included.
+/// Records that lie one after the other, with their headers.
 pub fn records(mut bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let (record, rest) = bytes.split_at(record_bytes(bytes)?);

@@ -74,11 +74,12 @@ code!(
         BindMw = 8,
         /// SEND that takes the grant of a memory window or MR of the peer back.
         SendInv = 9,
-        /// Waits until what was written before is visible.
+        /// Waits until earlier writes are visible.
         Flush = 14,
         /// RDMA WRITE of 8 bytes at once.
         AtomicWrite = 15,
-        /// Registers memory: an MR that is free gets pages and grants them. Of kernels (`IB_WR_REG_MR`), not of programs.
+        /// Registers memory: a free MR gets pages and grants access to them. For kernels (`IB_WR_REG_MR`), not for
+        /// programs.
         RegMr = 32,
     }
 );
@@ -88,7 +89,7 @@ impl QpType {
     pub fn is_reliable(self) -> bool {
         matches!(self, QpType::Rc | QpType::XrcSend | QpType::XrcRecv)
     }
-    /// The type of the QP that one of this type is connected to.
+    /// The type of the QPs that a QP of this type is connected to.
     pub fn peer(self) -> QpType {
         match self {
             QpType::XrcSend => QpType::XrcRecv,
@@ -123,7 +124,7 @@ impl WrOpcode {
             WrOpcode::RegMr => WcOpcode::RegMr,
         }
     }
-    /// Bytes that may be in its WQE, at a QP whose requests may have `most`: the value of an atomic WRITE always.
+    /// Bytes that may be in its WQE, at a QP that allows `most`; the value of an atomic WRITE is always in the WQE.
     pub fn inline_bytes(self, most: u32) -> u32 {
         if self == WrOpcode::AtomicWrite { most.max(8) } else { most }
     }
@@ -135,7 +136,7 @@ impl WrOpcode {
     pub fn is_send(self) -> bool {
         matches!(self, WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv)
     }
-    /// True if nothing of it leaves the requester.
+    /// True if nothing of it is sent.
     pub fn is_local(self) -> bool {
         matches!(self, WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::RegMr)
     }
@@ -202,11 +203,11 @@ code!(
         WrFlushErr = 5,
         /// A memory window could not be bound, or memory not be registered, or a grant not be taken back.
         MwBindErr = 6,
-        /// The peer's answer made no sense.
+        /// The peer's answer was wrong.
         BadRespErr = 7,
         /// The peer found the request invalid.
         RemInvReqErr = 9,
-        /// The peer's memory may not be reached so.
+        /// The request may not access the peer's memory.
         RemAccessErr = 10,
         /// The peer could not complete the request.
         RemOpErr = 11,
@@ -220,7 +221,7 @@ code!(
 );
 
 code!(
-    /// Asynchronous events (`enum ibv_event_type`); those that this device raises.
+    /// Asynchronous events (`enum ibv_event_type`) that this device raises.
     AsyncEvent {
         /// The CQ overran.
         CqErr = 0,
@@ -228,7 +229,7 @@ code!(
         QpFatal = 1,
         /// The peer sent an invalid request.
         QpReqErr = 2,
-        /// The peer reached for memory it may not.
+        /// The peer accessed memory that it may not.
         QpAccessErr = 3,
         /// The first message came in while the QP was in RTR.
         CommEst = 4,
@@ -272,7 +273,7 @@ pub mod access {
     /// Every flag that a memory region of this device may carry.
     pub const MR_SUPPORTED: u32 =
         LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND | FLUSH_GLOBAL | STAGE;
-    /// Flags that memory may be given which work requests register.
+    /// Flags for memory that work requests register.
     pub const FAST_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC;
     /// Flags that the grant of a memory window may carry. Local access means nothing there.
     pub const MW_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | ZERO_BASED;
@@ -292,7 +293,7 @@ pub mod access {
     pub const QP_ACCEPTED: u32 = 0x3ff | OPTIONAL_RANGE;
     /// Flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
     pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;
-    /// Of the device, not of verbs: messages for it may go through the stage.
+    /// Of the device, not of verbs: messages to this memory may go through the stage.
     pub const STAGE: u32 = 1 << 31;
 }
 
@@ -308,9 +309,9 @@ pub mod send_flags {
     pub const INLINE: u32 = 8;
     /// Every flag that an RC WQE of this device may carry.
     pub const SUPPORTED: u32 = FENCE | SIGNALED | SOLICITED | INLINE;
-    /// Of WQEs, not of verbs: the SGEs name memory of the session by bus address, and their keys are not looked at.
+    /// Of WQEs, not of verbs: the SGEs name memory of the session by bus address, and their keys are ignored.
     pub const STAGED: u32 = 1 << 31;
-    /// A datagram whose WQE has the address itself, in the place of a handle.
+    /// A datagram whose WQE contains the address itself instead of a handle.
     pub const ADDRESS: u32 = 1 << 30;
 }
 

@@ -1,8 +1,8 @@
 //! RoCEv2 packets from the base transport header on: headers, the opcode table, the invariant CRC.
 //!
-//! [`Packet::parse`] is the checked view of bytes that anybody may have sent: it never panics, and what it
-//! returns is whole. [`Packet::put`] writes the headers of a packet into a buffer that its caller has made
-//! long enough. IBTA vol. 1, chapter 9; annexes A16 and A17.
+//! [`Packet::parse`] is the checked view of bytes from any sender: it never panics, and it returns complete packets
+//! only. [`Packet::put`] writes the headers of a packet into a buffer, which its caller has made long enough. IBTA vol.
+//! 1, chapter 9; annexes A16 and A17.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -14,7 +14,7 @@ pub const ICRC_BYTES: usize = 4;
 pub const BTH_BYTES: usize = 12;
 /// Most bytes that the headers of one packet take.
 pub const MAX_HEADER_BYTES: usize = BTH_BYTES + 4 + 28;
-/// The only P_Key of this device: the default one, full member.
+/// The P_Key of the default partition, for full members.
 pub const DEFAULT_PKEY: u16 = 0xffff;
 
 /// Transport of an opcode: its upper three bits (IBTA vol. 1, table 38).
@@ -110,7 +110,7 @@ pub struct Opcode {
     pub transport: Transport,
     /// The operation.
     pub op: Op,
-    /// Whether immediate data or a key comes along.
+    /// Whether the packet also carries immediate data or a key.
     pub extra: Extra,
 }
 
@@ -196,7 +196,7 @@ impl Opcode {
     fn exists(self) -> bool {
         match self.transport {
             Transport::Rc | Transport::Xrc => self.op != Op::Cnp,
-            // The acknowledgement is not IBTA's: `docs/spec/tunnel.md` says what our hosts tell each other by it.
+            // The acknowledgement is not IBTA's: hosts of this virtual layer use it as `docs/spec/tunnel.md` says.
             Transport::Uc => matches!(self.op, Op::Send(_) | Op::Write(_) | Op::Ack) && self.extra != Extra::Invalidate,
             Transport::Ud => matches!(self.op, Op::Send(Part::Only)) && self.extra != Extra::Invalidate,
             Transport::Cnp => self.op == Op::Cnp,
@@ -288,9 +288,9 @@ pub mod syndrome {
 
 /// The flush extended transport header (annex A19).
 pub mod flush {
-    /// Placement: everybody sees it.
+    /// Placement: visible to everybody.
     pub const GLOBAL: u32 = 1;
-    /// Placement: it outlives power failures.
+    /// Placement: survives power failures.
     pub const PERSISTENT: u32 = 2;
 
     /// Level: a range.
@@ -306,7 +306,7 @@ pub mod flush {
     pub fn parts(word: u32) -> (u32, u32) {
         (word & 0xf, word >> 4 & 3)
     }
-    /// True for placements and a level that there are (annex A19).
+    /// True for valid placements and levels (annex A19).
     pub fn is_known(word: u32) -> bool {
         const BOTH: u32 = GLOBAL | PERSISTENT;
         matches!(parts(word), (GLOBAL | PERSISTENT | BOTH, RANGE | REGION))
@@ -344,7 +344,7 @@ pub enum Malformed {
     Opcode,
     /// A transport header version other than 0.
     Version,
-    /// A payload where none belongs.
+    /// A payload in a packet that must not have one.
     Length,
 }
 
@@ -433,7 +433,7 @@ impl<'a> Packet<'a> {
     /// Reads a packet without its ICRC.
     ///
     /// # Errors
-    /// The flaw of the bytes. Keys, sequence and lengths of a message are not checked here.
+    /// Why the bytes are no packet. Keys, sequence and lengths of a message are not checked here.
     pub fn parse(bytes: &'a [u8]) -> Result<Packet<'a>, Malformed> {
         let mut r = Reader(bytes);
         let raw = r.u8()?;
@@ -491,8 +491,8 @@ impl<'a> Packet<'a> {
         Ok(p)
     }
 
-    /// Writes the headers; how many bytes they are. `payload_len` decides the pad count, its bytes and the
-    /// padding come after the headers ([`padding`]).
+    /// Writes the headers, and returns their length. `payload_len` decides the pad count. The payload and the padding
+    /// come after the headers ([`padding`]).
     ///
     /// # Panics
     /// If the opcode does not exist or `out` is shorter than [`Opcode::header_bytes`].
@@ -596,8 +596,8 @@ pub struct Envelope {
     pub ip_id: u16,
 }
 
-/// The ICRC of a packet in UDP/IP with DF set: `packet` is all from the BTH up to the ICRC. The result goes on the
-/// wire in little-endian order. Annex A17, 17.9.2: the fields that routers change count as ones.
+/// The ICRC of a packet in UDP/IP with DF set. `packet` has all bytes from the BTH up to the ICRC. The result goes on
+/// the wire in little-endian order. Annex A17, 17.9.2: the fields that routers change count as ones.
 pub fn icrc(e: &Envelope, packet: &[u8]) -> u32 {
     // 8 bytes of ones stand for the local route header; then IP (40 at most), UDP and BTH.
     let mut head = [0xff_u8; 8 + 40 + 8 + BTH_BYTES];
@@ -660,7 +660,7 @@ mod tests {
         for &r in &known {
             assert_eq!(Opcode::from_raw(r).unwrap().raw(), Some(r));
         }
-        // RC and XRC 25, UC 12 and the acknowledgement of our hosts, UD 2, CNP.
+        // RC and XRC 25, UC 12 and the acknowledgement between our own hosts, UD 2, CNP.
         assert_eq!(known.len(), 2 * 25 + 13 + 2 + 1);
     }
 

@@ -1,8 +1,8 @@
 //! Descriptors that a library keeps in somebody else's process.
 //!
 //! The program owns the table of descriptors. It may close all that it does not know, and open files of its own under
-//! the same numbers. So the library's descriptors stay away from the numbers that a program expects to get, and
-//! nothing is written to, read from or closed by number without a look at what is behind the number now.
+//! the same numbers. So the library's descriptors stay away from the numbers that a program expects to get, and before
+//! the library writes, reads or closes a number it checks which file is there now.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -15,7 +15,7 @@ const SELECTABLE: RawFd = 1024;
 /// Numbers below this are standard input, output and error, also while they are closed.
 const STANDARD: RawFd = 3;
 
-/// Where to look for a free number, the best first, in a process whose numbers end at `limit`.
+/// Numbers from which a free one is searched, the best first, in a process whose numbers end at `limit`.
 fn bases(limit: u64) -> [RawFd; 5] {
     let top = RawFd::try_from(limit).unwrap_or(RawFd::MAX).clamp(STANDARD, SELECTABLE);
     [top - top / 16, top * 3 / 4, top / 2, top / 4, STANDARD].map(|b| b.max(STANDARD))
@@ -35,7 +35,7 @@ pub fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
         }
     }
     match last {
-        // A number that suits is as good as another one.
+        // The present number is as good as another one.
         Err(rustix::io::Errno::MFILE) if fd.as_raw_fd() >= STANDARD => {
             rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)?;
             Ok(fd)
@@ -44,7 +44,7 @@ pub fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// A descriptor, and which open file it is. It is given back when it is dropped, if it is still that file.
+/// A descriptor and the identity of its file. It is closed when it is dropped, if it is still that file.
 ///
 /// The file must have an inode of its own, as sockets, pipes, memory files and ordinary files do. Eventfds, epoll sets
 /// and timers share one.
@@ -56,7 +56,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Moves `fd` to a high number and remembers what it is.
+    /// Moves `fd` to a high number and remembers its identity.
     ///
     /// # Errors
     /// As [`high`].
@@ -66,7 +66,7 @@ impl Known {
         Ok(Known { fd: ManuallyDrop::new(fd), dev: stat.st_dev, ino: stat.st_ino })
     }
 
-    /// An empty file that is no other's.
+    /// An empty file of its own.
     ///
     /// # Errors
     /// Those of `memfd_create(2)`.
@@ -74,12 +74,12 @@ impl Known {
         Known::new(rustix::fs::memfd_create(c"unirdma", rustix::fs::MemfdFlags::CLOEXEC)?)
     }
 
-    /// True while the number is the file that it was at first.
+    /// True while the number still names the first file.
     pub fn still_ours(&self) -> bool {
         rustix::fs::fstat(&*self.fd).is_ok_and(|s| (s.st_dev, s.st_ino) == (self.dev, self.ino))
     }
 
-    /// The descriptor, if it is still ours; a look costs one system call.
+    /// The descriptor, if it is still ours. The check costs one system call.
     ///
     /// # Errors
     /// `EBADF` if the program has closed it.
@@ -92,7 +92,7 @@ impl Known {
     /// Closes the descriptor if it is still ours. It allocates nothing, for fork handlers.
     pub fn close(&self) {
         if self.still_ours() {
-            // SAFETY: the number is this file's. Afterwards it is not, and so nothing is done with it any more.
+            // SAFETY: the number is this file's. Afterwards it is not, and it is not used any more.
             unsafe { libc::close(self.as_raw_fd()) };
         }
     }
@@ -115,7 +115,7 @@ impl AsRawFd for Known {
     }
 }
 
-/// Without a look: for what does no harm to a file of the program, such as `send(2)`, which only sockets take.
+/// Without the check: for calls that do no harm to a file of the program, such as `send(2)`, which only sockets accept.
 impl AsFd for Known {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -160,7 +160,7 @@ mod tests {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         assert!(a.as_raw_fd() >= bases(limit)[4] && a.as_raw_fd() < SELECTABLE);
         assert!(rustix::io::fcntl_getfd(&a).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
-        // The old number is closed: dropping the new one is the end of the file.
+        // The old number is closed: dropping the new one ends the file.
         drop(a);
         assert_eq!(rustix::io::read(&b, &mut [0; 4]), Ok(0));
     }

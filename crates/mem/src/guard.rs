@@ -1,5 +1,5 @@
-//! SIGBUS under a foreign mapping costs its owner only: a file that its owner truncated, a hole for which there is no memory or no room on
-//! its owner's account, no huge page.
+//! SIGBUS under a foreign mapping hurts only the mapping's owner. Its causes are a file that its owner truncated, a
+//! hole for which there is no memory or no room on its owner's account, and a missing huge page.
 //!
 //! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the fault up there and puts memory
 //! of our own under the *whole* range, so that one range faults once, whatever its pages are, and mappings become fewer and not more.
@@ -22,11 +22,12 @@ use crate::holes::{self, Account, Filled, Room, Watch};
 
 /// Foreign mappings that may exist at once.
 pub const MAX_MAPPINGS: usize = 65_536;
-/// Bytes of the file that replaces what is gone: as many as there are addresses.
+/// Bytes of the file that replaces memory that is gone: as many as there are addresses.
 const SPARE_BYTES: u64 = 1 << 47;
 /// Faults in one range before the handler gives up: threads may fault at the same time, but nothing faults again afterwards.
 const MAX_FAULTS: u32 = 10_000;
-/// Times in a row that a page of one range was there already when it was to be made: then it is there and cannot be used.
+/// Number of times in succession that a page of one range was there already when it was to be made. Then the page is
+/// there but cannot be used.
 const MAX_IDLE: u32 = 10_000;
 /// Pages that are made at once for a thread that goes from page to page by small accesses. It gets a signal for every
 /// fourth page only.
@@ -55,7 +56,7 @@ static RANGES: [Range; MAX_MAPPINGS] = [const {
         idle: AtomicU32::new(0),
     }
 }; MAX_MAPPINGS];
-/// Slots ever used, so that look-ups stay short, and where to look for a free one first.
+/// Number of slots that were ever used, so that look-ups stay short; and where the search for a free slot begins.
 static HIGH: AtomicUsize = AtomicUsize::new(0);
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static BROKEN: AtomicU64 = AtomicU64::new(0);
@@ -77,13 +78,13 @@ struct Installed {
 pub(crate) struct Slot(usize);
 
 impl Slot {
-    /// True if memory of the range was gone, and all of it is memory of our own now.
+    /// True if memory of the range was gone, so that all of it is our own memory now.
     pub fn is_broken(&self) -> bool {
         RANGES[self.0].faults.load(Ordering::SeqCst) != 0
     }
 }
 
-/// Adds a range of whole pages, with who counts what is made in its holes; `None` if the table is full.
+/// Adds a range of whole pages, with the account of the pages in its holes; `None` if the table is full.
 pub(crate) fn remember(start: usize, len: usize, account: Option<Arc<dyn Account>>) -> Option<Slot> {
     let first = NEXT.load(Ordering::Relaxed);
     for i in (first..MAX_MAPPINGS).chain(0..first) {
@@ -109,7 +110,7 @@ pub(crate) fn forget(slot: &Slot) {
     let len = r.len.swap(0, Ordering::SeqCst);
     let start = r.start.load(Ordering::SeqCst);
     if let Some(i) = INSTALLED.get().filter(|_| slot.is_broken()) {
-        // Nobody else shall find what was written there.
+        // Nobody else may find the bytes that were written there.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = rustix::fs::fallocate(&i.spare, flags, start as u64, len as u64);
     }
@@ -122,8 +123,8 @@ pub(crate) fn forget(slot: &Slot) {
     NEXT.fetch_min(slot.0, Ordering::Relaxed);
 }
 
-/// Lets the account of a range be asked for the pages of its holes; where that cannot be, the kernel makes them. No part of it may be of a
-/// file with huge pages.
+/// Counts the pages in the holes of a range on its account from now on. If that is impossible, the kernel makes the
+/// pages. No part of the range may be of a file with huge pages.
 ///
 /// # Errors
 /// The kernel has no memory for that.
@@ -134,10 +135,10 @@ pub(crate) fn watch_holes(start: usize, len: usize) -> io::Result<()> {
     }
 }
 
-/// Whether the pages that are made in holes are counted.
+/// `Ok` if the pages that are made in holes are counted.
 ///
 /// # Errors
-/// Why not, in words.
+/// The reason in words.
 pub fn counts_holes() -> Result<(), String> {
     match INSTALLED.get() {
         Some(Installed { watch: Ok(_), .. }) => Ok(()),
@@ -146,18 +147,18 @@ pub fn counts_holes() -> Result<(), String> {
     }
 }
 
-/// True if a touch of a hole comes to the handler. An application has no handler.
+/// True if a touch of a hole is handled here. An application has no handler.
 pub(crate) fn watches_holes() -> bool {
     INSTALLED.get().is_some_and(|i| i.watch.is_ok())
 }
 
-/// Foreign mappings whose memory was gone, since the process started.
+/// Number of foreign mappings whose memory was gone, since the process started.
 pub fn broken() -> u64 {
     BROKEN.load(Ordering::Relaxed)
 }
 
-/// A descriptor that becomes readable whenever a foreign mapping breaks, or an account says [`Room::Little`]. It is to be watched for
-/// edges, by any number of threads, and not to be read. `None` before [`install`].
+/// A descriptor that becomes readable whenever a foreign mapping breaks, or an account says [`Room::Little`]. Any
+/// number of threads may watch it, edge-triggered; it must not be read. `None` before [`install`].
 pub fn events() -> Option<BorrowedFd<'static>> {
     INSTALLED.get().map(|i| i.event.as_fd())
 }
@@ -188,7 +189,7 @@ pub fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// Says that somebody should look.
+/// Makes the descriptor of [`events`] readable.
 fn notify(i: &Installed) {
     let one = 1u64;
     // SAFETY: a plain system call that writes eight bytes of a local variable to our own descriptor, which never blocks.
@@ -207,7 +208,7 @@ fn fill(i: &Installed, range: &Range, end: usize, addr: usize) -> bool {
     let run = next.max(copied).min(end - at) as u64;
     let make = |bytes| make_pages(i, watch, account.as_ref(), at, bytes);
     let filled = match make(run) {
-        // A run may be more than there is room for, or reach into the next one of the pieces that the range consists of.
+        // A run may need more room than there is, or reach into the next piece of the range.
         Filled::Impossible if run > i.page as u64 => make(i.page as u64),
         filled => filled,
     };
@@ -235,8 +236,8 @@ fn make_pages(i: &Installed, watch: &Watch, account: &dyn Account, at: usize, by
     filled
 }
 
-/// Makes the page at `addr`, or puts memory of our own under the range that holds it; false if there is no such range, or if that does
-/// not help.
+/// Makes the page at `addr`, or puts memory of our own under the range that contains it. False if there is no such
+/// range, or if that does not help.
 fn replace(addr: usize) -> bool {
     let high = HIGH.load(Ordering::SeqCst);
     let found = RANGES[..high].iter().find_map(|r| {

@@ -45,10 +45,10 @@ pub trait Account: Send + Sync {
     fn end(&self, taken: u64, made: u64);
 }
 
-/// How often a thread has touched holes.
+/// The holes that a thread has touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Touched {
-    /// How often. A run of pages that is made at once counts as one.
+    /// Number of times. A run of pages that is made at once counts as one.
     pub times: u64,
     /// The address that it touched last.
     pub last: usize,
@@ -56,11 +56,13 @@ pub struct Touched {
 
 thread_local! {
     static TOUCHED: Cell<Touched> = const { Cell::new(Touched { times: 0, last: 0 }) };
-    /// Where the copy of more than a page that this thread is at reads and writes, and how many bytes.
+    /// The addresses that the present copy of this thread reads and writes, and its length. Only for copies of more
+    /// than a page.
     static COPY: Cell<([usize; 2], usize)> = const { Cell::new(([0; 2], 0)) };
 }
 
-/// Copies `len` bytes from `src` to `dst`, and lets the pages of holes in either range be made at once instead of one after the other.
+/// Copies `len` bytes from `src` to `dst`, and lets the pages of holes in either range be made at once instead of one
+/// by one.
 ///
 /// # Safety
 /// That of [`std::ptr::copy`].
@@ -74,14 +76,15 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     COPY.set(([0; 2], 0));
 }
 
-/// Bytes from `addr` on that the copy of this thread is going to touch; 0 if it is at none, or elsewhere. It is called in a signal handler.
+/// Bytes from `addr` on that the present copy of this thread will touch; 0 if there is none. It is called in a signal
+/// handler.
 pub(crate) fn copied_from(addr: usize) -> usize {
     let (starts, len) = COPY.get();
     starts.iter().map(|start| len.saturating_sub(addr.wrapping_sub(*start))).max().unwrap_or(0)
 }
 
-/// How often this thread has touched holes for which somebody counts pages. A thread that has a lock of several tenants looks whether
-/// it has, and whose memory that was.
+/// The holes with an account that this thread has touched. A thread that has a lock of several tenants thus finds out
+/// whether it has touched one, and whose memory it was.
 #[inline]
 pub fn touched() -> Touched {
     TOUCHED.get()
@@ -107,7 +110,7 @@ pub(crate) enum Filled {
 
 impl Watch {
     /// # Errors
-    /// The kernel or a container has no userfaultfd for this process, or none that can do this.
+    /// The kernel or a container offers no userfaultfd to this process, or none with these features.
     pub fn open() -> io::Result<Self> {
         // SAFETY: makes a descriptor, which nobody else owns.
         let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) };
@@ -134,7 +137,7 @@ impl Watch {
     pub fn fill(&self, at: usize, len: u64) -> Filled {
         let mut arg = [at as u64, len, 0, 0];
         let done = self.ioctl(ZEROPAGE, arg.as_mut_ptr());
-        // The kernel says how many bytes it has made, or a negative error.
+        // The kernel returns the number of bytes that it has made, or a negative error.
         match (done, arg[3].cast_signed()) {
             (Ok(()), _) => Filled::Bytes(len),
             (Err(_), bytes) if bytes > 0 => Filled::Bytes(bytes.cast_unsigned()),

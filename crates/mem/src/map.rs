@@ -18,11 +18,11 @@ use crate::holes::Account;
 /// Why a file could not be mapped.
 #[derive(Debug)]
 pub enum MapError {
-    /// Not a memory file: mapping it could block on somebody's file system.
+    /// Not a memory file: an access to a mapping could wait for a file system.
     NotMemory,
     /// The range leaves the file, is empty, or is not page aligned.
     BadRange,
-    /// The kernel said no.
+    /// The kernel refused.
     Os(io::Error),
 }
 
@@ -90,7 +90,7 @@ fn reserve(len: usize, align: usize, hold: Box<dyn Any + Send + Sync>) -> Result
     Ok(Mapping { ptr, len, slot: None, _hold: hold })
 }
 
-/// Maps `len` bytes of a memory file at an address of the kernel's choice, where a page of that file may begin.
+/// Maps `len` bytes of a memory file at an address that the kernel chooses and where a page of that file may begin.
 ///
 /// Never at an address that is taken already (`MAP_FIXED`): files can refuse to be mapped, because of a seal or since
 /// no huge page is free, and the kernel has then unmapped the previous mapping. A thread that maps something at that
@@ -102,7 +102,7 @@ fn map_anywhere(fd: BorrowedFd<'_>, off: u64, len: usize) -> Result<NonNull<u8>,
     NonNull::new(p.cast()).ok_or(MapError::BadRange)
 }
 
-/// Moves a fresh mapping of `len` bytes to `at` in what `into` has reserved.
+/// Moves a fresh mapping of `len` bytes to `at` in the range that `into` has reserved.
 fn move_into(into: Mapping, at: *mut u8, piece: NonNull<u8>, len: usize) -> Result<Mapping, MapError> {
     let piece = piece.as_ptr().cast();
     // SAFETY: nobody knows the mapping yet, and its new place is a part of the range that `into` owns.
@@ -120,8 +120,8 @@ fn move_into(into: Mapping, at: *mut u8, piece: NonNull<u8>, len: usize) -> Resu
     }
 }
 
-/// Bytes of a page of a file that is memory (tmpfs, memfd, hugetlbfs), so that touching it cannot wait for a file server; `None` if it is
-/// another kind of file.
+/// Page size of a file that is memory (tmpfs, memfd, hugetlbfs), so that touching it cannot wait for a file server;
+/// `None` for another kind of file.
 fn page_of(fd: BorrowedFd<'_>) -> Option<u64> {
     const TMPFS_MAGIC: u64 = 0x0102_1994;
     const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
@@ -166,7 +166,7 @@ pub fn map_pieces(
         let size = rustix::fs::fstat(fd)?.st_size as u64;
         let in_file = off.checked_add(len).is_some_and(|end| end <= size);
         let whole = len % unit == 0 || i + 1 == pieces.len();
-        // Where a piece begins in the window, a page of its file must be able to begin.
+        // A piece begins in the window only where a page of its file may begin.
         if len == 0 || off % unit != 0 || total % unit != 0 || !in_file || !whole {
             return Err(MapError::BadRange);
         }
@@ -174,7 +174,7 @@ pub fn map_pieces(
         if unit == page() {
             small.push((total, len.next_multiple_of(unit)));
         }
-        // The kernel maps whole pages, however large these are, and asks nobody what lies behind.
+        // The kernel maps whole pages, of any size, and replaces mappings that lie behind.
         room = len.checked_next_multiple_of(unit).and_then(|n| total.checked_add(n)).ok_or(MapError::BadRange)?;
         total = total.checked_add(len).ok_or(MapError::BadRange)?;
     }
@@ -231,7 +231,7 @@ pub fn map_device(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapErr
 }
 
 impl Span {
-    /// True if it is a window of a mapped file whose memory was found gone (see [`guard`]).
+    /// True if it is a window of a mapped file whose memory is gone (see [`guard`]).
     pub fn is_broken(&self) -> bool {
         self.owner().downcast_ref::<Mapping>().and_then(|m| m.slot.as_ref()).is_some_and(Slot::is_broken)
     }
@@ -246,8 +246,8 @@ pub fn set_size(fd: BorrowedFd<'_>, len: u64) -> rustix::io::Result<()> {
     if rustix::process::getrlimit(rustix::process::Resource::Fsize).current.is_none() {
         return rustix::fs::ftruncate(fd, len);
     }
-    // The kernel sends the signal to this thread, which takes it off again, unless one was pending before.
-    // SAFETY: signal sets of this function; masks and pending signals are this thread's.
+    // The kernel sends the signal to this thread, which removes it again, unless one was pending before. SAFETY: signal
+    // sets of this function; masks and pending signals are this thread's.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         let (mut old, mut pending) = (set, set);
@@ -398,7 +398,8 @@ mod tests {
         std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
     }
 
-    /// Every second page of a window is touched after all of them have gone: one mapping comes of it, not one for each.
+    /// Every second page of a window is touched after all of them have gone. That makes one mapping, not one for each
+    /// page.
     #[test]
     fn a_window_breaks_once_however_many_pages_are_gone() {
         const PAGES: u64 = 4096;
@@ -414,7 +415,7 @@ mod tests {
             }
         });
         assert!(m.is_broken() && mappings() < before + 1000, "{} mappings", mappings() - before);
-        // The next window at this address finds nothing of it.
+        // The next window at this address does not find the old bytes.
         let (at, len) = (m.addr(), m.len());
         drop(m);
         let spare = (0..64)
@@ -433,7 +434,7 @@ mod tests {
         let fd = |flags| truncatable(LEN as u64, flags);
         let (good, sealed) = (fd(MemfdFlags::empty()).unwrap(), fd(MemfdFlags::ALLOW_SEALING).unwrap());
         rustix::fs::fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
-        // Where no huge page is free.
+        // A place without a free huge page.
         let huge =
             fd(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).filter(|f| map_file(f.as_fd(), 0, LEN as u64).is_err());
         let refused: Vec<_> = [Some(sealed), huge].into_iter().flatten().collect();
@@ -445,7 +446,7 @@ mod tests {
                     // SAFETY: a fresh mapping of this thread alone.
                     unsafe {
                         let p = rustix::mm::mmap_anonymous(std::ptr::null_mut(), LEN, prot, MapFlags::PRIVATE).unwrap();
-                        // It fails where something is not mapped.
+                        // It fails if something is not mapped.
                         rustix::mm::madvise(p, LEN, rustix::mm::Advice::LinuxDontNeed).expect("it is mapped");
                         rustix::mm::munmap(p, LEN).unwrap();
                     }
@@ -481,7 +482,7 @@ mod tests {
         assert!(matches!(map_file(fd.as_fd(), 4096, 4096), Err(MapError::BadRange)));
     }
 
-    /// Counts the bytes that were made, up to a limit, and in how many steps.
+    /// Counts the bytes that were made, up to a limit, and the number of steps.
     #[derive(Default)]
     struct Counter {
         limit: u64,
@@ -501,7 +502,7 @@ mod tests {
         }
     }
 
-    /// A window of a sparse file, some of whose pages are there, and who counts for it; `None` where nobody can count.
+    /// A window of a sparse file that has some of its pages, and its account; `None` if pages cannot be counted here.
     fn counted(
         pages: u64,
         there: std::ops::Range<u64>,
@@ -527,7 +528,7 @@ mod tests {
         let Some((m, counter, fd)) = counted(1000, 100..200, u64::MAX) else { return };
         (100..200).for_each(|p| m.store32(p * 4096, 1, Ordering::Relaxed));
         assert_eq!(counter.used.load(Ordering::SeqCst), 0);
-        // One after the other, from two threads, with what is there in between.
+        // Page by page, from two threads, with existing pages in between.
         std::thread::scope(|s| {
             for _ in 0..2 {
                 s.spawn(|| (0..1000).for_each(|p| m.store32(p * 4096 + 4, p as u32, Ordering::Relaxed)));
@@ -565,20 +566,20 @@ mod tests {
         let made = || counter.used.load(Ordering::SeqCst) / 4096;
         m.write(0, &[1; BYTES]);
         assert_eq!((steps(), made()), (1, 16));
-        // Pages that are there divide what is missing.
+        // Existing pages divide the missing ones.
         m.write(16 * 4096 + 100, &[2; BYTES]);
         assert_eq!((steps(), made()), (2, 31));
         let (other, from) = (Span::anonymous(BYTES), Span::anonymous(4096));
         copy_mapped((&m, 40 * 4096), (&other, 0), BYTES).unwrap();
         assert_eq!((steps(), made()), (1, 47));
-        // A copy that is over says nothing of what comes later.
+        // A finished copy has no effect on later ones.
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&fd, flags, 0, BYTES as u64).unwrap();
         copy_mapped((&from, 0), (&m, 4096), 4096).unwrap();
         assert_eq!((steps(), made()), (1, 48));
     }
 
-    /// Room for less than a copy needs is used up all the same.
+    /// If the room is less than a copy needs, it is used up.
     #[test]
     fn a_copy_gets_the_pages_that_there_is_room_for() {
         let Some((m, counter, _fd)) = counted(64, 0..0, 5 * 4096) else { return };

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use crate::{Loc, Place, Span};
 
-/// The first piece of a list may begin, and the last one end, anywhere in memory. Every other end of a piece is a multiple of this, so bytes
-/// say how many pieces a list can have.
+/// The first piece of a list may begin, and the last one end, anywhere in memory. Every other end of a piece is a
+/// multiple of this, so the length of a list limits its pieces.
 pub const PIECE_ALIGN: u64 = 4096;
 
 /// Pieces of windows, in order. A mapping for each piece would use up the mappings that a process may have; this takes
@@ -27,16 +27,16 @@ struct List {
 }
 
 struct Piece {
-    /// Where in its list it begins.
+    /// Offset in its list.
     start: u64,
-    /// Where in its window it begins.
+    /// Offset in its window.
     off: u64,
     window: u32,
 }
 
 impl Pieces {
-    /// Pieces of `windows`: for each the index of its window, the offset there and its bytes. `None` if one leaves its window, is empty,
-    /// or begins or ends where only the first or the last one may ([`PIECE_ALIGN`]).
+    /// Pieces of `windows`: for each piece the index of its window, the offset there and its bytes. `None` if a piece
+    /// leaves its window, is empty, or begins or ends where only the first or the last one may ([`PIECE_ALIGN`]).
     pub fn new(
         windows: Vec<Span>,
         pieces: impl Iterator<Item = (u32, u64, u64)>,
@@ -67,7 +67,8 @@ impl Pieces {
         Pieces { first, more: BTreeMap::new(), len }
     }
 
-    /// Adds others at the end. What there is already is neither copied nor looked at. False, and nothing is changed, if that is too long.
+    /// Adds others at the end. The present pieces are neither copied nor read. False, and nothing is changed, if the
+    /// sum is too long.
     pub fn extend(&mut self, others: Pieces) -> bool {
         let Some(len) = self.len.checked_add(others.len) else { return false };
         let lists = std::iter::once((0, others.first)).chain(others.more).filter(|(_, list)| list.len > 0);
@@ -81,7 +82,7 @@ impl Pieces {
         self.len
     }
 
-    /// True if there is none.
+    /// True if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -131,7 +132,7 @@ mod tests {
         [4, 2].map(|pages| MemFd::new(c"t", pages * 4096).unwrap().span().clone()).to_vec()
     }
 
-    /// The length of its window tells which one it is.
+    /// The length of a window identifies it.
     fn at(p: &Pieces, off: u64) -> Option<(usize, u64, u64)> {
         let place = p.at(off)?;
         let Loc::Mapped(span, off) = place.at() else { panic!("it is mapped") };

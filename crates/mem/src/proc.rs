@@ -34,7 +34,7 @@ impl ProcMem {
         Ok(ProcMem(Arc::new(File::from(fd))))
     }
 
-    /// As [`ProcMem::from_fd`], for who wants to keep a descriptor that is refused.
+    /// As [`ProcMem::from_fd`], for callers that keep a descriptor that is refused.
     ///
     /// # Errors
     /// `InvalidInput` for any other file.

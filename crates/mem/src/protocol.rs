@@ -28,7 +28,7 @@ pub trait Word16 {
 pub trait Word64 {
     /// Load, relaxed.
     fn peek(&self) -> u64;
-    /// Or `v` in with release order; what was there before.
+    /// Ors `v` in with release order; returns the value before.
     fn or(&self, v: u64) -> u64;
     /// Take all bits with acquire order.
     fn take(&self) -> u64;
@@ -47,16 +47,16 @@ pub trait Fence {
 /// The words of a doorbell page that a driver writes to ring for a QP, and the word that says whether the device
 /// sleeps.
 pub struct BellWords<'a, B, K> {
-    /// The word that has the QP's bit, and the bit's number.
+    /// The word that has the QP's bit, and the number of the bit.
     pub bits: (&'a B, u32),
-    /// The summary, and the bit's number that the word has there.
+    /// The summary, and the number of the word's bit there.
     pub summary: (&'a B, u32),
     /// Not [`abi::AWAKE`] while the device sleeps.
     pub need_kick: &'a K,
 }
 
-/// Driver: announces work; whether the device sleeps, and whether it had not taken what was announced before. The WQE and the
-/// producer index were stored before.
+/// Driver: announces work. Returns whether the device sleeps, and whether it had not taken the earlier announcement.
+/// The WQE and the producer index must be stored before.
 pub fn ring<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> (u32, bool) {
     w.bits.0.or(1 << w.bits.1);
     let before = w.summary.0.or(1 << w.summary.1);
@@ -64,23 +64,24 @@ pub fn ring<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> (u
     (w.need_kick.load(), before >> w.summary.1 & 1 != 0)
 }
 
-/// Driver: as [`ring`], by a driver that expects that the device has not taken yet what was announced before. `None` if it has:
-/// [`ring`] must be called. Else nothing needs to be written, since the device looks at the queue after it has taken both bits.
+/// Driver: as [`ring`], if the driver expects that the device has not taken its earlier announcement yet. `None` if it
+/// has: then [`ring`] must be called. Otherwise nothing needs to be written, because the device reads the queue after
+/// it has taken both bits.
 pub fn ring_again<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> Option<u32> {
     f.fence();
     let waits = w.bits.0.peek() >> w.bits.1 & w.summary.0.peek() >> w.summary.1 & 1 != 0;
     waits.then(|| w.need_kick.load())
 }
 
-/// Device: takes all bits of the summary or of one of its words. What it looks at afterwards has all that was announced by a bit that
-/// it has taken, also by a driver that has found the bit set.
+/// Device: takes all bits of the summary or of one of its words. Whatever it reads afterwards includes all work that
+/// was announced by a bit that it has taken, also by a driver that has found the bit set.
 pub fn take(f: &impl Fence, word: &impl Word64) -> u64 {
     let taken = word.take();
     f.fence_after_change();
     taken
 }
 
-/// Device: goes to sleep, [`abi::ASLEEP`] or [`abi::NAPS`]; false if work came in meanwhile, and then it is awake.
+/// Device: goes to sleep, [`abi::ASLEEP`] or [`abi::NAPS`]. False if work came in meanwhile: then it is awake.
 pub fn park(f: &impl Fence, summary: &impl Word64, need_kick: &impl Word32, how: u32) -> bool {
     need_kick.store(how);
     f.fence();
@@ -115,7 +116,7 @@ pub fn end_move(moving: &impl Word32) {
     moving.store((moving.load() | 1).wrapping_add(1));
 }
 
-/// Device: is about to copy through a process region; false if the driver moves pages, and then it copies nothing.
+/// Device: is about to copy through a process region. False if the driver moves pages: then it must not copy.
 pub fn begin_copy(f: &impl Fence, copying: &impl Word32, moving: &impl Word32) -> bool {
     copying.store(abi::COPYING);
     f.fence();
@@ -136,8 +137,8 @@ pub fn end_copy(copying: &impl Word32) {
     copying.store(0);
 }
 
-/// Bit 0 of a virtqueue's flags (`VRING_AVAIL_F_NO_INTERRUPT`, `VRING_USED_F_NO_NOTIFY`): the side that
-/// owns the flags looks by itself and wants no notifications.
+/// Bit 0 of a virtqueue's flags (`VRING_AVAIL_F_NO_INTERRUPT`, `VRING_USED_F_NO_NOTIFY`): the side that owns the flags
+/// polls and wants no notifications.
 pub const VRING_QUIET: u16 = 1;
 
 /// Either side of a virtqueue: announces entries up to `index`, which were written before; true if the
@@ -153,8 +154,8 @@ pub fn must_notify(f: &impl Fence, other_flags: &impl Word16) -> bool {
     other_flags.load() & VRING_QUIET == 0
 }
 
-/// Either side of a virtqueue: asks for notifications before it sleeps; false if the other side has
-/// announced more than `seen` meanwhile, and then it is awake and wants none.
+/// Either side of a virtqueue: asks for notifications before it sleeps. False if the other side has announced more than
+/// `seen` meanwhile: then it is awake and wants none.
 pub fn listen(f: &impl Fence, own_flags: &impl Word16, other_index: &impl Word16, seen: u16) -> bool {
     own_flags.store(0);
     f.fence();
@@ -249,8 +250,8 @@ mod loom_tests {
         });
     }
 
-    /// A driver puts its kick off that finds the device napping or awake. The device looks after its nap, and finds what was rung then, or does
-    /// not fall asleep after it.
+    /// A driver that finds the device napping or awake puts its kick off. The device polls after its nap. It then finds
+    /// what was rung, or does not fall asleep.
     #[test]
     fn loom_a_kick_that_was_put_off_is_not_lost() {
         loom::model(|| {
@@ -357,7 +358,7 @@ mod loom_tests {
         loom::model(|| {
             let entry = Arc::new(AtomicU32::new(0));
             let index = Arc::new(AtomicU16::new(0));
-            // The sleeper looked by itself until now.
+            // The sleeper has polled until now.
             let flags = Arc::new(AtomicU16::new(VRING_QUIET));
             let t = {
                 let (entry, index, flags) = (entry.clone(), index.clone(), flags.clone());

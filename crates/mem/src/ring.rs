@@ -57,8 +57,8 @@ impl Fence for Full {
     }
     #[inline]
     fn fence_after_change(&self) {
-        // On x86 an instruction that reads and writes memory at once is a full fence, so only the compiler has to be kept from moving
-        // anything.
+        // On x86 an instruction that both reads and writes memory is a full fence, so only the compiler must be kept
+        // from reordering.
         #[cfg(target_arch = "x86_64")]
         std::sync::atomic::compiler_fence(Ordering::SeqCst);
         #[cfg(not(target_arch = "x86_64"))]
@@ -66,7 +66,7 @@ impl Fence for Full {
     }
 }
 
-/// The other side moved an index outside of what it may.
+/// The other side moved an index out of its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingError;
 
@@ -143,7 +143,7 @@ impl QpRings {
         self.pending(abi::QP_RQ_PROD, cons, self.layout.rq_entries)
     }
 
-    /// Device: will look for WQE `cons` in the SQ in a moment. Their cache lines come from the driver's core meanwhile.
+    /// Device: will read WQE `cons` of the SQ in a moment. Prefetches the cache lines from the driver's core.
     #[inline]
     pub fn expect_sq(&self, cons: u32) {
         self.ctrl.prefetch(abi::QP_SQ_PROD);
@@ -208,7 +208,7 @@ impl QpRings {
         self.ctrl.store32(abi::QP_RQ_CONS, cons, Ordering::Release);
     }
 
-    /// Device: asks for doorbells on receives (or not). Look at [`QpRings::rq_pending`] afterwards.
+    /// Device: asks for doorbells on receives (or not). Read [`QpRings::rq_pending`] afterwards.
     pub fn set_rq_notify(&self, on: bool) {
         self.ctrl.store32(abi::QP_RQ_NOTIFY, u32::from(on), Ordering::Release);
         fence(Ordering::SeqCst);
@@ -428,7 +428,7 @@ impl CqTail {
     }
 }
 
-/// The doorbell page, either side's view. Its clones share what the side knows beside it.
+/// The doorbell page, either side's view. Its clones share this side's state.
 #[derive(Clone, Debug)]
 pub struct Bell(Span, Arc<Beside>);
 
@@ -437,8 +437,9 @@ pub struct Bell(Span, Arc<Beside>);
 struct Beside {
     /// Device: copies that are under way.
     copies: Mutex<u32>,
-    /// Driver: the device was found not to have taken the last ring. Then the next one looks first: a look costs less than two changes of
-    /// cache lines that the device reads, and more if they are needed all the same.
+    /// Driver: the device had not taken the last ring when it was checked. Then the next ring checks first. A check
+    /// costs less than two changes of cache lines that the device reads, but adds to them if they are needed all the
+    /// same.
     behind: AtomicBool,
 }
 
@@ -448,7 +449,7 @@ impl Bell {
         (page.len() >= size_of::<abi::DoorbellPage>() && page.addr() % 64 == 0).then(|| Bell(page, Arc::default()))
     }
 
-    /// Driver: will ring for `slot` in a moment. The cache line of its bit comes from the device's core meanwhile.
+    /// Driver: will ring for `slot` in a moment. Prefetches the cache line of its bit from the device's core.
     #[inline]
     pub fn expect_ring(&self, slot: u32) {
         self.0.prefetch_to_write(abi::DB_BITS + slot as usize / 64 * 8);
@@ -477,23 +478,23 @@ impl Bell {
         kick
     }
 
-    /// Driver: how many wake channels the device has said that it has.
+    /// Driver: the number of wake channels that the device has announced.
     pub fn wakes(&self) -> u32 {
         self.0.load32(abi::DB_WAKES, Ordering::Relaxed)
     }
 
-    /// Device: says how many wake channels it has.
+    /// Device: announces its number of wake channels.
     pub fn set_wakes(&self, wakes: u32) {
         self.0.store32(abi::DB_WAKES, wakes, Ordering::Release);
     }
 
-    /// Driver: says whether it rings many times before it looks for completions.
+    /// Driver: announces whether it rings many times before it looks for completions.
     #[inline]
     pub fn set_bursts(&self, bursts: bool) {
         self.0.store32(abi::DB_BURSTS, u32::from(bursts), Ordering::Relaxed);
     }
 
-    /// Device: whether the driver says so.
+    /// Device: true if the driver rings in bursts.
     pub fn bursts(&self) -> bool {
         self.0.load32(abi::DB_BURSTS, Ordering::Relaxed) != 0
     }
@@ -503,7 +504,7 @@ impl Bell {
     pub fn rung_words(&self) -> u64 {
         let words = W(&self.0, abi::DB_SUMMARY).peek();
         if words != 0 {
-            // They are taken next.
+            // The caller will take them next.
             self.0.prefetch_to_write(abi::DB_SUMMARY);
         }
         words
@@ -537,7 +538,8 @@ impl Bell {
         }
     }
 
-    /// Device: asks for a kick; false if a bell rang meanwhile, and then it asks for none. `naps`: it looks in a moment in any case.
+    /// Device: asks for a kick. False if a bell rang meanwhile: then it asks for none. `naps`: it polls again in a
+    /// moment in any case.
     pub fn park(&self, naps: bool) -> bool {
         let how = if naps { abi::NAPS } else { abi::ASLEEP };
         protocol::park(&Full, &W(&self.0, abi::DB_SUMMARY), &W(&self.0, abi::DB_NEED_KICK), how)
@@ -548,8 +550,9 @@ impl Bell {
         self.0.store32(abi::DB_NEED_KICK, 0, Ordering::Release);
     }
 
-    /// Driver: is about to move pages of its process, which the device may reach through a process region. It begins when
-    /// [`Bell::is_copying`] is false, and says [`Bell::end_move`] in any case. One move at a time: the caller has a lock.
+    /// Driver: is about to move pages of its process, which the device may access through a process region. It begins
+    /// when [`Bell::is_copying`] is false, and must call [`Bell::end_move`] in any case. One move at a time: the caller
+    /// has a lock.
     pub fn begin_move(&self) {
         protocol::begin_move(&Full, &W(&self.0, abi::DB_MOVING));
     }
@@ -564,22 +567,22 @@ impl Bell {
         protocol::end_move(&W(&self.0, abi::DB_MOVING));
     }
 
-    /// Driver: true if the device has found pages moving and would copy. A driver that moves much in pieces leaves it time
-    /// between two of them.
+    /// Driver: true if the device waits to copy because it has found pages moving. A driver that moves much in pieces
+    /// leaves it time between two of them.
     pub fn is_awaited(&self) -> bool {
         W(&self.0, abi::DB_COPYING).load() & abi::COPY_WAITS != 0
     }
 
-    /// Driver: the memory of its MRs leaves the place where the device has it, for the time that this driver calls `away`, or is
-    /// back (0). True if the wake virtqueue must be kicked, at once. Memory may leave when [`Bell::is_left_alone`].
+    /// Driver: the memory of its MRs leaves the place where the device has it, for a period with the number `away`, or
+    /// is back (0). True if the wake virtqueue must be kicked, at once. Memory may leave when [`Bell::is_left_alone`].
     pub fn set_away(&self, away: u32) -> bool {
         self.0.store32(abi::DB_AWAY, away, Ordering::Release);
-        // A bit of no QP, so that the device looks.
+        // A bit that no QP has, so that the device polls.
         self.ring(abi::MAX_QP - 1) != abi::AWAKE
     }
 
-    /// Driver: true once the device touches no memory of its MRs, for the time called `away`. What the device says of an earlier
-    /// time does not count: it may just have seen that one end.
+    /// Driver: true once the device touches no memory of its MRs, for the period with the number `away`. A confirmation
+    /// of an earlier period does not count: the device may just have seen that one end.
     pub fn is_left_alone(&self, away: u32) -> bool {
         self.0.load32(abi::DB_AWAY_SEEN, Ordering::Acquire) == away
     }
@@ -590,19 +593,19 @@ impl Bell {
         self.0.load32(abi::DB_AWAY, Ordering::Acquire)
     }
 
-    /// Device: heeds what it has found in [`Bell::away`].
+    /// Device: confirms that it obeys the value of [`Bell::away`].
     pub fn confirm_away(&self, away: u32) {
         self.0.store32(abi::DB_AWAY_SEEN, away, Ordering::Release);
     }
 
-    /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon. Several
-    /// threads of the device may copy at a time, and to the driver it is one copy.
+    /// Device: is about to copy. False if the driver moves pages: then nothing may be copied, and the copy is tried
+    /// again soon. Several threads of the device may copy at a time; to the driver it is one copy.
     pub fn begin_copy(&self) -> bool {
         let mut copies = self.1.copies.lock().unwrap_or_else(PoisonError::into_inner);
         let moving = W(&self.0, abi::DB_MOVING);
         let may = match *copies {
             0 => protocol::begin_copy(&Full, &W(&self.0, abi::DB_COPYING), &moving),
-            // The driver waits for those that are under way, and for no more.
+            // The driver waits only for copies that are under way already.
             _ => !protocol::is_moving(&moving),
         };
         *copies += u32::from(may);
@@ -618,7 +621,7 @@ impl Bell {
         }
     }
 
-    /// Device: changes whenever the driver begins or ends a move.
+    /// Device: a number that changes whenever the driver begins or ends a move.
     pub fn moves(&self) -> u32 {
         W(&self.0, abi::DB_MOVING).load()
     }
@@ -741,7 +744,7 @@ mod tests {
         bell.ring(65);
         assert_eq!((bell.rung_words(), bell.rung_words()), (2, 2));
         assert_eq!(take(), [65]);
-        // Rings that come before the device has taken the first one, of this slot and of others.
+        // Further rings before the device has taken the first one, of this slot and of others.
         [65, 65, 65, 66, 64, 65, 66].into_iter().for_each(|slot| assert_eq!(bell.ring(slot), abi::AWAKE));
         assert_eq!(take(), [64, 65, 66]);
         assert_eq!(take(), []);

@@ -5,8 +5,8 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// A place for one shared value. Nobody waits for anybody there, and nothing is allocated or freed: a thread may lose its core at any point,
-/// for seconds, without holding up those that want the place.
+/// A place for one shared value. No thread waits for another there, and nothing is allocated or freed. A thread may
+/// lose its core at any point, for seconds, without delaying others that use the place.
 pub struct Slot<T>(AtomicPtr<T>, PhantomData<Arc<T>>);
 
 impl<T> Default for Slot<T> {
@@ -21,7 +21,7 @@ impl<T> Slot<T> {
         self.0.load(Ordering::Relaxed).is_null()
     }
 
-    /// Puts a value in, or leaves it empty, and takes out what was there.
+    /// Puts a value in, or empties the place, and returns the earlier value.
     pub fn swap(&self, new: Option<Arc<T>>) -> Option<Arc<T>> {
         let new = new.map_or(null_mut(), |value| Arc::into_raw(value).cast_mut());
         let old = self.0.swap(new, Ordering::AcqRel);

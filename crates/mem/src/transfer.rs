@@ -14,27 +14,28 @@ const MANY: usize = 4096;
 pub enum Loc<'a> {
     /// Offset in a mapped window.
     Mapped(&'a Span, u64),
-    /// As `Mapped`, where pages of the file may be missing ([`crate::holes`]). Touching it may take as long as the file's owner likes if it
-    /// `waits`, and else as long as it takes to make pages.
+    /// As `Mapped`, where pages of the file may be missing ([`crate::holes`]). If `waits`, touching it may take as long
+    /// as the file's owner likes; otherwise it takes as long as the kernel needs to make pages.
     Sparse {
         /// The window.
         span: &'a Span,
         /// Offset in it.
         off: u64,
-        /// As said above.
+        /// As explained above.
         waits: bool,
     },
-    /// Address in another process, whose driver says in its doorbell page when it moves pages.
+    /// Address in another process, whose driver announces in its doorbell page when it moves pages.
     Process(&'a ProcMem, u64, Option<&'a Bell>),
     /// Private bytes; source only.
     Bytes(&'a [u8]),
-    /// Nowhere: zeros come from there, and what goes there is gone.
+    /// Nowhere: reads give zeros, and writes are lost.
     Null,
-    /// Somewhere else for the moment: its driver says in its doorbell page when it is back.
+    /// Somewhere else for the moment: its driver announces in its doorbell page when it is back.
     Away,
 }
 
-/// One end of a copy: where memory is, and how many bytes may be touched from there on. Nothing in this module goes beyond them.
+/// One end of a copy: where memory is, and the number of bytes that may be touched from there on. Nothing in this
+/// module goes beyond them.
 #[derive(Clone, Copy)]
 pub struct Place<'a> {
     at: Loc<'a>,
@@ -60,7 +61,7 @@ impl<'a> Place<'a> {
         self.at
     }
 
-    /// How many bytes may be touched.
+    /// The number of bytes that may be touched.
     #[inline]
     pub fn len(&self) -> u64 {
         self.len
@@ -78,7 +79,7 @@ impl<'a> Place<'a> {
         Place { len: self.len.min(most), ..self }
     }
 
-    /// Where `len` bytes may be touched, if they may.
+    /// The place, if `len` bytes may be touched.
     #[inline]
     fn of(&self, len: usize) -> Option<Loc<'a>> {
         (len as u64 <= self.len).then_some(self.at)
@@ -100,7 +101,8 @@ impl Loc<'_> {
         })
     }
 
-    /// True if nobody may touch it whom others wait for: it lies in the private memory of a process, or pages may be missing.
+    /// True if a thread that others wait for must not touch it: it lies in the private memory of a process, or pages
+    /// may be missing.
     #[inline]
     pub fn takes_time(&self) -> bool {
         matches!(self, Loc::Process(..) | Loc::Sparse { .. })
@@ -117,16 +119,16 @@ impl Loc<'_> {
     }
 }
 
-/// Which end of a copy could not be reached.
+/// The end of a copy that could not be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The source.
     Source,
     /// The destination.
     Destination,
-    /// The source, now: its process moves pages.
+    /// The source, for the moment: its process moves pages.
     SourceMoves,
-    /// The destination, now: its process moves pages.
+    /// The destination, for the moment: its process moves pages.
     DestinationMoves,
 }
 
@@ -164,8 +166,8 @@ impl Fault {
     }
 }
 
-/// Runs `f`, which reaches the process behind `bell`, while that process moves no pages. If it does, or if `f` could not
-/// reach `end` and pages moved meanwhile, the fault passes.
+/// Runs `f`, which accesses the process behind `bell`, while that process moves no pages. If it does, or if `f` could
+/// not access `end` and pages moved meanwhile, the fault is a temporary one.
 fn steady<R>(bell: Option<&Bell>, end: Fault, f: impl FnOnce() -> Result<R, Fault>) -> Result<R, Fault> {
     let Some(bell) = bell else { return f() };
     let before = bell.moves();
@@ -470,7 +472,7 @@ mod tests {
         assert_eq!(atomic_u64(counter, |v| v + 1), Ok(3));
         assert!(!bell.is_awaited() && !bell.is_copying());
         assert_eq!((&dst, &private[..]), (&src, &src[..]));
-        // Memory that is not there is a lasting fault, unless pages moved while it was looked for.
+        // Memory that is not there is a lasting fault, unless pages moved during the access.
         let gone = whole(Loc::Process(&me, 8, Some(&bell)));
         assert_eq!(fetch(gone, &mut private), Err(Fault::Source));
         let moved = steady(Some(&bell), Fault::Source, || {
@@ -497,7 +499,7 @@ mod tests {
         assert_eq!(word.load(Ordering::SeqCst), 6);
     }
 
-    /// Memory goes on behind each place here, and whatever reaches beyond the place is a fault that changes nothing.
+    /// There is memory behind each place here. An access beyond the place is a fault that changes nothing.
     #[test]
     fn no_copy_and_no_operation_goes_beyond_its_place() {
         let s = Span::anonymous(64);

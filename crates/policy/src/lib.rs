@@ -1,9 +1,9 @@
-//! Rules between groups of vRNICs: who may begin to talk to whom. `docs/rules.md` has the meaning in full.
+//! Rules between groups of vRNICs: which side may begin to talk to which. `docs/rules.md` has the full meaning.
 //!
 //! This crate has the rules as data, their text, and their evaluation. It knows no host, no connection and no packet, and depends on no other
 //! crate of the workspace, so that the control centre, the supervisor, the workers and the tests all ask the same code.
 //!
-//! A [`Policy`] answers in a time that does not depend on how many rules there are.
+//! The time of an answer of a [`Policy`] does not depend on the number of rules.
 
 mod policy;
 mod text;
@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 pub use policy::{Party, Policy};
 pub use text::ParseError;
 
-/// Whom a rule concerns. Groups are named by `G`: by their names where people write rules, by their numbers in workers.
-/// Addresses are of type `A`.
+/// The vRNICs that a rule concerns. `G` is the type of a group's name: a string where people write rules, a number in
+/// workers. Addresses are of type `A`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Selector<G = String, A = IpAddr> {
     /// All vRNICs of a group.
@@ -26,7 +26,7 @@ pub enum Selector<G = String, A = IpAddr> {
 }
 
 impl<G, A> Selector<G, A> {
-    /// The group of those whom it selects.
+    /// The group of the vRNICs that it selects.
     pub fn group(&self) -> &G {
         match self {
             Selector::Group(g) | Selector::Vrnic(g, _) => g,
@@ -54,9 +54,9 @@ pub enum Action {
 /// A rule.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Rule<G = String, A = IpAddr> {
-    /// Those who begin.
+    /// The vRNICs that begin.
     pub from: Selector<G, A>,
-    /// Those with whom they begin.
+    /// The vRNICs that they talk to.
     pub to: Selector<G, A>,
     /// Whether they may.
     pub action: Action,
@@ -83,7 +83,7 @@ impl<G, A> Rule<G, A> {
         self.from.group() == group || self.to.group() == group
     }
 
-    /// The group that this rule joins with `group`: it allows something between the two.
+    /// The other group, if this rule allows something between it and `group`.
     pub fn joins(&self, group: &G) -> Option<&G>
     where
         G: PartialEq,

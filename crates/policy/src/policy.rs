@@ -27,7 +27,7 @@ impl<G, A> Copy for Party<'_, G, A> {}
 /// The side that begins, and the other side.
 type Pair<G, A> = (Selector<G, A>, Selector<G, A>);
 
-/// Rules, made ready to be asked.
+/// Rules in the form in which they are evaluated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy<G: Eq + Hash, A: Eq + Hash> {
     /// For each pair, the winner of the rules for exactly these two selectors: its priority and its verdict.
@@ -43,7 +43,7 @@ impl<G: Eq + Hash, A: Eq + Hash> Default for Policy<G, A> {
 }
 
 impl<G: Clone + Eq + Hash, A: Copy + Eq + Hash> Policy<G, A> {
-    /// Makes rules ready. Their order does not matter.
+    /// Prepares rules. Their order does not matter.
     pub fn new<'a>(rules: impl IntoIterator<Item = &'a Rule<G, A>>) -> Self
     where
         G: 'a,
@@ -74,8 +74,8 @@ impl<G: Clone + Eq + Hash, A: Copy + Eq + Hash> Policy<G, A> {
         self.pairs.is_empty()
     }
 
-    /// True if `from` may begin to talk to `to`: what the matching rule with the highest priority says, of several that which denies. If
-    /// none matches: within a group yes, between groups no.
+    /// True if `from` may begin to talk to `to`. The matching rule with the highest priority decides; among several, a
+    /// denial wins. If none matches: within a group yes, between groups no.
     pub fn may_begin(&self, from: Party<'_, G, A>, to: Party<'_, G, A>) -> bool {
         let default = from.group == to.group;
         if self.pairs.is_empty() {
@@ -125,7 +125,7 @@ mod tests {
         let (red, blue) = (("red", &[1][..]), ("blue", &[2][..]));
         assert_eq!([ask(&[one], red, blue), ask(&[one], blue, red)], [true, false]);
         assert_eq!([ask(&[both], red, blue), ask(&[both], blue, red)], [true, true]);
-        // A denial in one direction leaves the other one.
+        // A denial in one direction does not affect the other one.
         let denied = [both, "deny from group:blue to group:red"];
         assert_eq!([ask(&denied, red, blue), ask(&denied, blue, red)], [true, false]);
     }

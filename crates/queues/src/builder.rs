@@ -30,7 +30,7 @@ pub fn send_ops(typ: QpType) -> u64 {
     OPS.iter().filter(|o| typ.allows(o.1)).fold(0, |m, o| m | 1 << o.0)
 }
 
-/// The object of a QP, in C's eyes an `ibv_qp_ex`.
+/// The object of a QP; for C an `ibv_qp_ex`.
 ///
 /// # Safety
 /// `builder` and `begin` must answer for every QP that [`fill`] was called for. The batch of `begin` must keep other
@@ -45,7 +45,7 @@ pub unsafe trait ExtendedQp {
     /// `qp` is such a QP.
     unsafe fn builder(qp: *mut ibv_qp_ex) -> *mut Builder<Self::Batch>;
 
-    /// Begins a batch, and says with which error it ends if there is one already.
+    /// Begins a batch, and returns the error with which it ends if there is a batch already.
     ///
     /// # Safety
     /// `qp` is such a QP.
@@ -57,15 +57,15 @@ pub unsafe trait ExtendedQp {
     /// `qp` is such a QP.
     unsafe fn typ(qp: *mut ibv_qp_ex) -> QpType;
 
-    /// How the device calls an AH.
+    /// The device's handle of an AH.
     ///
     /// # Safety
     /// `ah` is an AH of the same library.
     unsafe fn ah(ah: *mut ibv_ah) -> u32;
 }
 
-/// Requests between `ibv_wr_start` and `ibv_wr_complete`. The lock of the SQ is held by `batch` meanwhile, so that one
-/// thread has it all.
+/// Requests between `ibv_wr_start` and `ibv_wr_complete`. `batch` holds the lock of the SQ meanwhile, so that only one
+/// thread uses the builder.
 pub struct Builder<B> {
     batch: Option<B>,
     /// The request whose setters are being called.

@@ -1,11 +1,11 @@
-//! Polling: the rings of a CQ, and those that it had before it was resized.
+//! Polling: the rings of a CQ, with those from before it was resized.
 
 use std::collections::VecDeque;
 
 use unirdma_abi as abi;
 use unirdma_mem::CqTail;
 
-/// The rings of a CQ. `M` is what their memory is held by.
+/// The rings of a CQ. `M` owns the memory of a ring.
 #[derive(Debug)]
 pub struct Completions<M> {
     now: CqTail,

@@ -1,6 +1,6 @@
 //! Protection domains as C programs have them, thread domains, and parent domains, which are a PD and a thread domain in one.
 //!
-//! A parent domain is no object of the device: what is made in it is in its PD.
+//! The device does not know parent domains: their objects are in their PD.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +28,7 @@ struct TdObj {
     users: AtomicUsize,
 }
 
-/// An object is in a PD from now on, which cannot go before it.
+/// Adds an object to a PD. The PD cannot be destroyed before the object has left it.
 ///
 /// # Safety
 /// `pd` is NULL or one of this module.
@@ -69,7 +69,7 @@ pub unsafe fn dealloc_pd(pd: *mut ibv_pd, destroy: impl FnOnce(*mut ibv_pd) -> R
     if obj.users.load(Ordering::Relaxed) > 0 {
         return Err(libc::EBUSY);
     }
-    // SAFETY: NULL, or what this parent domain was made from, which cannot go before it.
+    // SAFETY: NULL, or the origin of this parent domain, which cannot go before it.
     match unsafe { (obj.of.as_ref(), obj.td.as_ref()) } {
         (Some(of), td) => {
             of.users.fetch_sub(1, Ordering::Relaxed);
@@ -96,7 +96,7 @@ pub unsafe fn has_thread_domain(pd: *mut ibv_pd) -> bool {
 /// Makes a thread domain: queues of its parent domains take no lock.
 ///
 /// # Errors
-/// `EINVAL` for attributes that nobody knows.
+/// `EINVAL` for unknown attributes.
 ///
 /// # Safety
 /// `attr` begins with its `comp_mask`.
@@ -108,7 +108,7 @@ pub unsafe fn alloc_td(context: *mut ibv_context, attr: *mut u32) -> Result<*mut
     Ok(Box::into_raw(Box::new(TdObj { context, users: AtomicUsize::new(0) })).cast())
 }
 
-/// Ends a thread domain, and says of which context it was.
+/// Destroys a thread domain, and returns its context.
 ///
 /// # Errors
 /// `EBUSY` while parent domains have it.
@@ -127,14 +127,14 @@ pub unsafe fn dealloc_td(td: *mut c_void) -> Result<*mut ibv_context> {
     Ok(context)
 }
 
-/// Makes a parent domain. Its allocators are for memory of queues, which is the device's or the kernel's here: they are accepted, and
-/// never needed.
+/// Makes a parent domain. Its allocators are for the memory of queues, which here is the device's or the kernel's: they
+/// are accepted, and never needed.
 ///
 /// # Errors
-/// `EOPNOTSUPP` for attributes that nobody knows, `EINVAL` for objects of another context or half a pair of allocators.
+/// `EOPNOTSUPP` for unknown attributes, `EINVAL` for objects of another context or half a pair of allocators.
 ///
 /// # Safety
-/// The attributes are valid, and what they name is NULL or of this module.
+/// The attributes are valid, and the objects in them are NULL or of this module.
 pub unsafe fn alloc_parent(context: *mut ibv_context, a: &ibv_parent_domain_init_attr) -> Result<*mut ibv_pd> {
     const ALLOCATORS: u32 = 1;
     const PD_CONTEXT: u32 = 2;

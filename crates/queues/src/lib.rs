@@ -1,9 +1,10 @@
-//! Queues as a driver of verbs programs has them: how work requests become WQEs, and CQEs completions.
+//! Queues of a driver for verbs programs: how work requests become WQEs, and CQEs completions.
 //!
-//! Both drivers stand on it: the in-process driver of containers, which makes the rings itself, and the provider of guests, whose
-//! kernel makes them. It depends on the device ABI, on the rings of `mem` and on the structures of libibverbs. It must never make a
-//! ring, ring a doorbell or make a system call. Of C's interface it knows work requests, completions, and how both are built and read call by
-//! call (`requests`, `builder`, `polling`), and PDs with the domains of threads (`domain`); other objects are their library's. Errors are Linux errno values.
+//! Two drivers use it: the in-process driver of containers, which makes the rings itself, and the provider of guests,
+//! whose kernel makes them. It depends on the device ABI, on the rings of `mem` and on the structures of libibverbs. It
+//! must never make a ring, ring a doorbell or make a system call. Of the C interface it knows work requests and
+//! completions, how both are built and read call by call (`requests`, `builder`, `polling`), and PDs with thread
+//! domains (`domain`); other objects belong to the libraries. Errors are Linux errno values.
 
 pub mod builder;
 mod completions;

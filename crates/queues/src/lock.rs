@@ -1,4 +1,5 @@
-//! The lock of a queue, which a thread domain drops: what one thread uses at a time needs no atomic exchange.
+//! The lock of a queue. With a thread domain, one thread uses the queue at a time, and locking needs no atomic
+//! exchange.
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
@@ -8,7 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// A value behind a mutex, or behind the program's promise that no two threads use it at a time (`ibv_alloc_td(3)`).
 pub struct QueueLock<T> {
     alone: bool,
-    /// Somebody uses it, on that promise. It is only a flag: who breaks the promise late enough to see it waits.
+    /// The value is in use, under that promise. It is only a flag: a thread that breaks the promise waits if it sees
+    /// the flag.
     used: AtomicBool,
     mutex: Mutex<()>,
     value: UnsafeCell<T>,
@@ -23,7 +25,7 @@ impl<T> QueueLock<T> {
         QueueLock { alone, used: AtomicBool::new(false), mutex: Mutex::new(()), value: UnsafeCell::new(value) }
     }
 
-    /// Waits until nobody else uses it.
+    /// Waits until no other thread uses it.
     #[inline]
     pub fn lock(&self) -> Held<'_, T> {
         if !self.alone {

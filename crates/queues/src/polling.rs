@@ -33,7 +33,7 @@ impl Poller {
     }
 }
 
-/// The object of a CQ, in C's eyes an `ibv_cq_ex`.
+/// The object of a CQ; for C an `ibv_cq_ex`.
 ///
 /// # Safety
 /// The functions must answer for every CQ that [`fill`] was called for.
@@ -47,7 +47,7 @@ pub unsafe trait ExtendedCq {
     /// Takes the next completion, which is then the current one. False if there is none.
     ///
     /// # Errors
-    /// Why there will be none.
+    /// Why the next completion cannot be taken.
     ///
     /// # Safety
     /// `cq` is such a CQ, and this thread alone polls it.

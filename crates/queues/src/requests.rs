@@ -24,8 +24,8 @@ pub unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge]> {
     }
 }
 
-/// Posts a send work request of a QP of type `typ`: gives `post` the head of its WQE and its data. `ah` says how the device calls an
-/// AH; `bind` makes the head of a request that binds a memory window.
+/// Posts a send work request of a QP of type `typ`: gives `post` the head of its WQE and its data. `ah` returns the
+/// device's handle of an AH; `bind` makes the head of a request that binds a memory window.
 ///
 /// # Errors
 /// `EINVAL` for a request that such a QP cannot execute, or the errors of `bind` and `post`.
@@ -50,7 +50,7 @@ pub unsafe fn post_send_request(
         imm: wr.imm_data,
         ..abi::SqWqe::default()
     };
-    // SAFETY: the QP's type and the opcode say which member of the union is meant; all are plain integers and pointers.
+    // SAFETY: the QP's type and the opcode select the member of the union; all are plain integers and pointers.
     unsafe {
         if typ == QpType::Ud {
             let ud = wr.wr.ud;
@@ -156,7 +156,7 @@ macro_rules! lists {
         $($(#[$doc])*
         ///
         /// # Errors
-        /// That of the first request which `post` refuses; `bad` points to it then.
+        /// The error of the first request which `post` refuses; `bad` points to that request then.
         ///
         /// # Safety
         /// `wr` is a list of valid work requests that ends with NULL, `bad` NULL or room for a pointer.

@@ -21,27 +21,27 @@ pub trait Batch {
     /// Writes one request.
     ///
     /// # Errors
-    /// Why there is no place for it.
+    /// Why there is no room for it.
     ///
     /// # Safety
     /// The memory that `data` names must be readable in this process.
     unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()>;
 
-    /// Forgets all that was written.
+    /// Forgets all requests that were written.
     fn abort(self);
 }
 
-/// How far a queue was filled.
+/// Progress of posting to a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Post {
     /// WQEs that were written.
     pub prod: u32,
-    /// WQEs that the device was shown.
+    /// WQEs that were published to the device.
     pub published: u32,
 }
 
 impl Post {
-    /// True if WQEs were written that the device was not shown; it is shown them now.
+    /// True if there are WQEs that were not published; they are published now.
     #[inline]
     fn take_new(&mut self) -> bool {
         let new = self.prod != self.published;
@@ -51,7 +51,8 @@ impl Post {
         new
     }
 
-    /// Shows the device the sends that were written to the SQ of `rings`. True if there are any: then the doorbell must be rung.
+    /// Publishes the sends that were written to the SQ of `rings`. True if there are any: then the doorbell must be
+    /// rung.
     #[inline]
     pub fn publish_sends(&mut self, rings: &QpRings) -> bool {
         let new = self.take_new();
@@ -61,19 +62,19 @@ impl Post {
         new
     }
 
-    /// Forgets what was written and not published.
+    /// Forgets the WQEs that were not published.
     pub fn abort(&mut self) {
         self.prod = self.published;
     }
 }
 
-/// Where requests are posted: the rings, which a resize replaces, and how far. An SQ and an RQ have one each, which may share
-/// their rings.
+/// Where requests are posted: the rings, which a resize replaces, and the progress. An SQ and an RQ have one each,
+/// which may share their rings.
 #[derive(Debug)]
 pub struct WorkQueue {
     /// The rings.
     pub rings: QpRings,
-    /// How far.
+    /// The progress.
     pub post: Post,
 }
 
@@ -89,7 +90,7 @@ impl WorkQueue {
         self.rings.sq_free(self.post.prod) > 0
     }
 
-    /// Writes the data of the next send behind its head, which then says how much that is.
+    /// Writes the data of the next send behind its head, and the length of the data into the head.
     ///
     /// # Errors
     /// `EINVAL` for more inline data than `max_inline`.
@@ -156,7 +157,7 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Shows the device the receives that were written. True if it wants the doorbell rung for them.
+    /// Publishes the receives that were written. True if the device wants the doorbell rung for them.
     #[inline]
     pub fn publish_receives(&mut self) -> bool {
         let new = self.post.take_new();

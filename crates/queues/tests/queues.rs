@@ -226,7 +226,7 @@ fn a_completion_has_what_the_device_wrote() {
 /// Requests: heads, and addresses of SGEs or data.
 type Requests = Rc<RefCell<Vec<(abi::SqWqe, Vec<u8>)>>>;
 
-/// An extended QP whose batches hold nothing but what was pushed.
+/// An extended QP whose batches only record the requests that were pushed.
 #[repr(C)]
 struct Qp {
     c: ibv_qp_ex,

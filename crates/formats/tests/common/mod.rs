@@ -7,7 +7,7 @@ use unirdma_formats::net::{Flow, GRH_BYTES, parse_grh, seal};
 use unirdma_formats::wire::{Envelope, Packet, padding};
 use unirdma_formats::{pcap, wire};
 
-/// Hands bytes to every parser; what a parser accepts must come out again as it went in.
+/// Gives bytes to every parser. If a parser accepts them, they must come out again unchanged.
 pub fn parse_everything(data: &[u8]) {
     if let Ok(p) = Packet::parse(data) {
         let mut again = vec![0; wire::MAX_HEADER_BYTES + p.payload.len() + 3];
