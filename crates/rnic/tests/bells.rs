@@ -1,11 +1,11 @@
-//! Doorbells of vRNICs with many sessions: each is seen, and the others do not wait for all of them.
+//! Doorbells of vRNICs with many sessions: each is seen, and other vRNICs do not wait for all of them.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WrOpcode};
 use unirdma_simkit::*;
 
 const SESSIONS: usize = 40;
-/// Rounds in which the doorbell of each session is looked at.
+/// Rounds in which the doorbell of each session is polled.
 const ROUNDS: usize = SESSIONS / 8 + 1;
 /// Longest time for which the doorbells of a vRNIC that rings for nothing are not polled, nanoseconds.
 const MUTE_NS: u64 = 50_000;
@@ -38,8 +38,8 @@ fn sessions_that_ring_all_the_time_do_not_delay_another_vrnic() {
     }
 }
 
-/// Doorbells without requests cost who rings them nothing: a poller shall give its core to programs before it goes on with them, but not
-/// before others have had their turns.
+/// Doorbells without requests cost their program nothing. So a poller should give its core to programs before it goes
+/// on with such doorbells, but not before other vRNICs have had their turns.
 #[test]
 fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
     let (mut p, crowd) = crowd();
@@ -61,11 +61,11 @@ fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
     assert!(p.rnic.poll(now) && !p.rnic.is_in_vain());
 }
 
-/// A vRNIC that rings for nothing all the time is looked at seldom, until it asks for something.
+/// A vRNIC that keeps ringing for nothing is polled seldom, until it posts a request.
 #[test]
 fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
     let (mut p, crowd) = crowd();
-    // Its first doorbells are looked at at once.
+    // Its first doorbells are polled at once.
     for e in &crowd[..4] {
         e.bell.ring(e.slot);
         while e.bell.has_rung() {
@@ -73,7 +73,7 @@ fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
         }
     }
     let ringing = &crowd[0];
-    // How long it is not looked at grows to the most that it can be.
+    // The time for which it is not polled grows up to the longest one.
     for step in 1..=60 {
         let now = step * MUTE_NS;
         ringing.bell.ring(ringing.slot);
@@ -84,11 +84,11 @@ fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
         let muted = (step * 1_000).min(MUTE_NS);
         polls(&mut p, 2 * ROUNDS, now + muted - 1);
         assert!(ringing.bell.has_rung(), "it was looked at after less than {muted} ns");
-        // Nor does it keep anybody awake, who looks again in a moment.
+        // A poller that will poll again in a moment may doze meanwhile.
         assert!(p.rnic.kick(ringing.session, now + muted - 1));
         assert_eq!(p.rnic.doze(false), Some(true));
         p.rnic.rouse();
-        // Another one does not wait for it.
+        // Another vRNIC does not wait for it.
         p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, step) }, &[p.b.sge(0, 8)]);
         assert!(p.rnic.poll(now + muted - 1));
         assert_eq!(p.b.poll().len(), 1);
@@ -97,7 +97,7 @@ fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
     while ringing.bell.has_rung() {
         p.rnic.poll(now);
     }
-    // A request, as soon as it is found, ends that.
+    // A request ends that as soon as it is found.
     now += MUTE_NS;
     p.a.post(abi::SqWqe { remote_addr: IOVA, rkey: p.b.key, ..wqe(WrOpcode::Write, 1) }, &[p.a.sge(0, 8)]);
     polls(&mut p, ROUNDS, now);
@@ -107,7 +107,8 @@ fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
     assert_eq!(p.a.poll().len(), 1);
 }
 
-/// Kicks without doorbells are as those, whatever page they are for. A late one for a request that was found already counts for nothing.
+/// Kicks without doorbells count like doorbells without requests, whatever page they are for. A late kick for a request
+/// that was found already does not count.
 #[test]
 fn kicks_for_nothing_need_not_be_heard() {
     let (mut p, crowd) = crowd();
@@ -169,7 +170,8 @@ fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
     }
 }
 
-/// Posts 1,000 requests of one byte, executes each, and lets time pass in between; how many of them had to kick.
+/// Posts 1,000 requests of one byte, executes each, and lets time pass in between. Returns the number of requests that
+/// had to kick.
 fn kicks_of_1000(p: &mut Pair, pause_ns: u64) -> u64 {
     const IDLE_NS: u64 = 1000;
     let before = p.rnic.kicks(p.b.vnic);
@@ -256,7 +258,7 @@ fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     assert_eq!(p.rnic.doze(false), Some(true));
     assert_eq!(ring(&mut p), [abi::NAPS; 2]);
     p.rnic.rouse();
-    // A doorbell that nobody has looked at keeps everybody awake.
+    // A doorbell that was not polled keeps all pollers awake.
     pages[0].ring(0);
     assert_eq!(p.rnic.doze(false), None);
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);

@@ -29,7 +29,7 @@ fn mr(net: &mut Net, regions: &[u64]) -> (u32, u32) {
     net.rnic(1).reg_mr(s, pd, ALL | access::MW_BIND, 0, 4096, memory).unwrap()
 }
 
-/// Posts a request of an end; the status of its completion.
+/// Posts a request of an end. Returns the status of its completion.
 fn run(net: &mut Net, end: usize, w: abi::SqWqe, sges: &[abi::Sge]) -> u8 {
     net.ends[end].post(w, sges);
     net.run(SECOND);
@@ -46,7 +46,7 @@ fn used(net: &mut Net) -> Usage {
     net.rnic(1).usage(vnic)
 }
 
-/// How many MRs are freed each time that the RNIC is held for that.
+/// The number of MRs that are freed each time that the RNIC is held for that.
 fn freed(net: &mut Net) -> Vec<usize> {
     let mut all = Vec::new();
     while net.rnic(1).has_dead() {
@@ -68,7 +68,7 @@ fn mrs_in_a_region_that_is_gone_are_dead_at_once_and_freed_in_parts() {
         let last = dead[MANY - 1];
         assert_eq!((write(&mut net, last.1), write(&mut net, both.1)), (OK, OK), "{place}");
         net.rnic(1).revoke_regions(s, &[7]);
-        // The others stay, and new ones come. The first look has come to some of the MRs.
+        // The other MRs stay, and new ones come. The first walk has visited some of the MRs.
         let new = mr(&mut net, &[8, 9]);
         assert_eq!((write(&mut net, other.1), write(&mut net, new.1)), (OK, OK), "{place}");
         assert!(used(&mut net).mrs_mapped >= before - MAX_BURIED, "{place}");
@@ -79,7 +79,7 @@ fn mrs_in_a_region_that_is_gone_are_dead_at_once_and_freed_in_parts() {
         assert_eq!(write(&mut net, last.1), DENIED, "{place}");
         let parts = freed(&mut net);
         assert!(parts.len() <= MANY / MAX_BURIED + 2 && parts.iter().all(|&n| n <= MAX_BURIED), "{place}: {parts:?}");
-        // That of the end itself is in region 7, too.
+        // The end's own MR is in region 7, too.
         assert_eq!(used(&mut net).mrs_mapped, 2, "{place}");
         net.rnic(1).dereg_mr(s, other.0).unwrap();
         net.rnic(1).dereg_mr(s, new.0).unwrap();
@@ -94,7 +94,7 @@ fn an_mr_in_several_regions_is_dead_with_any_of_them() {
         let both = mr(&mut net, &[9, 8, 7]);
         net.rnic(1).revoke_regions(s, &[1]);
         assert_eq!(write(&mut net, both.1), OK, "{place}");
-        // While the first look is under way.
+        // While the first walk is under way.
         assert!(net.rnic(1).has_dead());
         net.rnic(1).revoke_regions(s, &[8, 12]);
         assert_eq!(write(&mut net, both.1), DENIED, "{place}");
@@ -187,7 +187,7 @@ fn a_session_is_gone_before_what_it_had_and_a_vrnic_after() {
     }
 }
 
-/// A record has nothing that is dead.
+/// A record has no dead objects.
 #[test]
 fn a_vrnic_is_written_out_without_what_is_dead() {
     for (place, mut net) in each() {

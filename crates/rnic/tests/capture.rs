@@ -87,7 +87,7 @@ fn both_hosts_capture_what_went_between_them() {
     for at in 0..2 {
         let mut got: Vec<String> = captured(&mut net, at).into_iter().map(|p| p.2).collect();
         let mut want: Vec<String> = ALL_OF_IT.map(String::from).to_vec();
-        // The rest of the refused WRITE was on its way already.
+        // The rest of the refused WRITE was sent already.
         want.push("RC WRITE last".into());
         got.sort();
         want.sort();

@@ -82,7 +82,7 @@ fn refusals_say_why() {
         cm.net.run(SECOND / 10);
         let e = cm.event(0, Rejected);
         assert_eq!((e.status, &e.private[0][..4]), (i32::from(reason::CONSUMER), &b"why\0"[..]), "{place}");
-        // A listener that goes away refuses what its program has not seen.
+        // A listener that goes away refuses the requests that its program has not seen.
         let l = cm.ask(1, CmOp::Create, 0, |_| ()).unwrap();
         cm.ask(1, CmOp::Bind, l, |r| r.src = addr(2, PORT + 1)).unwrap();
         cm.ask(1, CmOp::Listen, l, |_| ()).unwrap();
@@ -213,7 +213,7 @@ fn each_end_begins_where_the_other_says() {
     assert_eq!((psn(&mut cm, 1, sent.1, QpState::Rtr), psn(&mut cm, 1, sent.1, QpState::Rts)), (rep, req));
 }
 
-/// A receiver that shares its core with others may get it back after 30 ms only, which is the slice of a busy poller.
+/// A receiver that shares its core with others may get it back only after 30 ms, the time slice of a busy poller.
 #[test]
 fn a_receive_may_come_after_a_slice_of_somebody_else() {
     let (_, mut cm) = Cm::each().into_iter().nth(1).unwrap();
@@ -404,14 +404,14 @@ fn addresses_belong_to_one_at_a_time() {
     assert_eq!(bind(0, addr(1, 500), true), Err(Status::AddressInUse));
     let any = abi::CmAddr { ip: [0; 16], family: 6, ..addr(0, 500) };
     assert_eq!(bind(0, any, false), Err(Status::AddressInUse));
-    // Another vRNIC has ports of its own, and another's address is none.
+    // Another vRNIC has ports of its own, and cannot bind to an address of this one.
     bind(1, addr(2, 500), false).unwrap();
     assert_eq!(bind(1, addr(1, 501), false), Err(Status::NoDevice));
     bind(0, addr(1, 502), true).unwrap();
     bind(0, addr(1, 502), true).unwrap();
 }
 
-/// As with the kernel, whatever addresses the vRNIC has.
+/// As in the kernel, whatever addresses the vRNIC has.
 #[test]
 fn loopback_is_bound_as_a_wildcard_of_its_family() {
     let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
@@ -423,7 +423,7 @@ fn loopback_is_bound_as_a_wildcard_of_its_family() {
         let id = cm.ask(end, CmOp::Create, 0, |_| ()).unwrap();
         cm.ask(end, CmOp::Bind, id, |r| r.src = a).map(|_| id)
     };
-    // These vRNICs have no IPv6 address of an administrator's.
+    // The administrator has given these vRNICs no IPv6 address.
     for (port, ip) in [(600, "127.0.0.1"), (601, "127.8.7.6"), (602, "::1")] {
         bind(0, loopback(ip, port)).unwrap();
     }
@@ -573,7 +573,8 @@ fn a_datagram_to_many_members_lets_others_have_their_turns() {
     assert_eq!((had, sender.poll().len(), members.iter_mut().map(|m| m.poll().len()).sum()), (MEMBERS, 1, 0_usize));
 }
 
-/// A plain device sends to a group by its IP address, and hears it so; one that nobody knows is not heard.
+/// A plain device sends to a group by its IP address, and receives from it in that way. A device that is not known
+/// reaches nobody.
 #[test]
 fn multicast_reaches_plain_devices_and_comes_from_them() {
     let mut net = Net::hosts(1, &[QpType::Ud; 2], 5, Faults::default());

@@ -17,7 +17,7 @@ fn each(change: impl Fn(abi::QpAttr) -> abi::QpAttr) -> [(&'static str, Net); 2]
     })
 }
 
-/// Lets the QP of end 0 go to a state.
+/// Moves the QP of end 0 to a state.
 fn go(net: &mut Net, to: QpState) -> Result<(), Status> {
     let (s, qpn) = (net.ends[0].session, net.ends[0].qpn);
     net.rnic(0).modify_qp(s, qpn, m::STATE, &abi::QpAttr { qp_state: to as u8, ..Default::default() })
@@ -42,7 +42,7 @@ fn a_send_queue_that_drains_does_not_go_on() {
         net.run(SECOND);
         assert_eq!((net.ends[0].done().wr_id, query(&mut net).sq_draining), (1, 0), "{place}");
         assert_eq!([go(&mut net, Sqd), go(&mut net, Rts)], [Ok(()); 2], "{place}");
-        // One that drains may fail, or start over.
+        // A QP that drains may fail, or start over.
         net.ends[0].post(wqe(WrOpcode::Send, 2), &[from]);
         net.run(1_000_000);
         go(&mut net, Sqd).unwrap();

@@ -16,8 +16,8 @@ fn every_message_has_an_allowed_outcome() {
     assert!(heard > 0);
 }
 
-/// The same while vRNICs are saved, removed and restored at random moments, on the same host or another one. `cargo xtask sim` runs
-/// this one as well.
+/// The same while vRNICs are saved, removed and restored at random moments, on the same host or another one. `cargo
+/// xtask sim` runs this simulation as well.
 #[test]
 fn vnics_move_and_nothing_is_lost() {
     let mut moves = 0;
@@ -39,7 +39,7 @@ fn a_seed_replays() {
     }
 }
 
-/// A peer that is cut off for good costs its own connection an error and nobody else anything.
+/// A peer that is cut off for good costs only its own connections an error.
 #[test]
 fn a_lost_host_is_an_error_of_its_peers_alone() {
     let mut net = Net::hosts(3, &[QpType::Rc; 6], 5, Faults::default());

@@ -156,7 +156,7 @@ fn registered_pages_are_one_range() {
         let c = s.run(1, w, &[]);
         assert_eq!((c.status, c.opcode, c.wr_id), (OK, WcOpcode::RegMr as u8, 40), "{}", s.place);
         assert_eq!(s.used(), before + len, "{}", s.place);
-        // The list was read; what stands there afterwards is of no interest.
+        // The list was read; later changes of it have no effect.
         s.ram.list(&[0; 5]);
         let data = pattern(len as usize, 1);
         s.net.ends[0].fill(0, &data);
@@ -227,7 +227,7 @@ fn grants_are_taken_back_and_given_anew() {
             }
             assert_eq!((s.used(), s.reach(WrOpcode::Write, START, 100)), (before, DENIED), "{}", s.place);
             s.again();
-            // Once more is no error.
+            // To free it once more is no error.
             s.must(s.local_inv());
         }
     }
@@ -291,7 +291,7 @@ fn what_cannot_be_registered_says_so_and_grants_nothing() {
             assert_eq!(s.reach(WrOpcode::Read, START, 8), DENIED, "{}: {what}", s.place);
             s.again();
         }
-        // The MR is as it was, and one that is registered is not free.
+        // The MR is unchanged. And an MR that is registered is not free.
         let w = s.register(&[page(2), page(3)], 4096);
         s.must(w);
         let w = s.register(&[page(4), page(5)], 4096);
@@ -299,7 +299,7 @@ fn what_cannot_be_registered_says_so_and_grants_nothing() {
         s.again();
         s.key -= 1;
         assert_eq!(s.reach(WrOpcode::Read, START, 8), OK, "{}: it is what it was", s.place);
-        // Keys that name nothing, or nothing that may be taken back.
+        // Keys of nothing, or of something that may not be taken back.
         for key in [s.key ^ 1, s.key ^ 0x100, s.net.ends[1].key] {
             let w = abi::SqWqe { imm: key, ..wqe(WrOpcode::LocalInv, 8) };
             assert_eq!(s.run(1, w, &[]).status, UNBOUND, "{}", s.place);
@@ -339,7 +339,7 @@ fn commands_refuse_what_is_not_for_them() {
         for (flags, most) in [(access::MW_BIND, 8), (ALL_REMOTE, 0), (ALL_REMOTE, abi::MAX_FAST_PAGES + 1)] {
             assert_eq!(s.net.rnic(1).create_mr(session, pd, flags, most, Arc::new(())), Err(Status::BadValue));
         }
-        // Commands that make an MR longer, or another one, are for others.
+        // Commands that extend or replace an MR are not for such an MR.
         let (mr, other) = (s.mr, s.net.ends[1].mr);
         assert_eq!(s.net.rnic(1).rereg_mr(session, mr, other), Err(Status::BadState));
         assert_eq!(s.net.rnic(1).rereg_mr(session, other, mr), Err(Status::BadState));
@@ -348,8 +348,8 @@ fn commands_refuse_what_is_not_for_them() {
     }
 }
 
-/// Requests go out in the order in which they were posted, and complete so, whatever the network loses; a registration does not wait
-/// for the answers of those before it, and is executed once.
+/// Requests go out in the order in which they were posted, and complete in this order, whatever the network loses. A
+/// registration does not wait for the answers of earlier requests, and is executed once.
 #[test]
 fn registrations_keep_their_place_on_a_bad_network() {
     for seed in 0..6 {
@@ -363,7 +363,8 @@ fn registrations_keep_their_place_on_a_bad_network() {
         let (mr, key) = net.rnic(1).create_mr(session, pd, access::FAST_SUPPORTED, 8, Arc::new(())).unwrap();
         let mut s = Scene { place: "a bad network", net, ram, mr, key };
         for round in 0..30_u64 {
-            // The key goes out in a message behind its registration; the peer writes there, and its answer takes the key back.
+            // The key goes out in a message behind its registration. The peer writes there, and its answer invalidates
+            // the key.
             let data = pattern(3000, seed << 32 | round);
             let to = s.net.ends[0].sge(0, 4096);
             s.net.ends[0].recv(round, &[to]);
@@ -390,7 +391,8 @@ fn registrations_keep_their_place_on_a_bad_network() {
     }
 }
 
-/// A process of a guest has a doorbell page of its own, and posts what it likes: it must not name the guest's memory by bus address.
+/// A process of a guest has a doorbell page of its own, and may post anything: it must not name the guest's memory by
+/// bus address.
 #[test]
 fn only_queues_of_the_driver_itself_name_bus_addresses() {
     use unirdma_formats::send_flags::{SIGNALED, STAGED};

@@ -1,5 +1,5 @@
-//! The QP for the general services: a driver that is its own communication manager, with peers that leave that to the device, and
-//! with one like itself.
+//! The QP for the general services: a driver that is its own communication manager, with peers that leave that to the
+//! device, and with a peer like itself.
 
 use unirdma_abi as abi;
 use unirdma_formats::cm::{About, GSI_QKEY, GSI_QPN, MAD_BYTES, Mad, Message, reason};

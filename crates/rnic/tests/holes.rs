@@ -1,4 +1,4 @@
-//! Sparse memory files: who makes the pages that are missing, when, and on whose time.
+//! Sparse memory files: which thread makes missing pages, when, and who is charged for the time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +18,7 @@ const SPARSE: u64 = 0x9000_0000;
 /// Most pages that a thread which touches a hole makes at once.
 const RUN: u64 = 4;
 
-/// Counts the bytes of the pages that were made, and in how many steps.
+/// Counts the bytes of the pages that were made, and the steps.
 #[derive(Default)]
 struct Counter {
     bytes: AtomicU64,
@@ -46,7 +46,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// `None` where nobody can count pages.
+    /// `None` if pages cannot be counted here.
     fn new() -> Option<Scene> {
         Self::of(Pair::new)
     }
@@ -83,7 +83,7 @@ impl Scene {
         self.pages() - before
     }
 
-    /// Does a job, which takes `ns`; how many pages it makes, or `None` if there is no job.
+    /// Does a job, which takes `ns`. Returns the number of pages that it makes, or `None` if there is no job.
     fn job(&mut self, ns: u64) -> Option<u64> {
         let before = self.pages();
         let mut job = self.p.rnic.take_job()?;
@@ -110,7 +110,7 @@ fn pages_are_made_by_jobs_and_not_while_others_wait() {
     assert_eq!((s.pages(), s.p.a.poll().len(), s.p.b.done().wr_id), (16, 16, 99));
 }
 
-/// The kernel is asked for the pages of a message at once, not for one after the other: whether the round or a job touches them first.
+/// The kernel makes the pages of a message in one step, not one by one, whether the round or a job touches them first.
 #[test]
 fn the_pages_of_one_message_are_made_in_two_steps_at_most() {
     const BYTES: u32 = 64 << 10;
@@ -131,7 +131,7 @@ fn the_pages_of_one_message_are_made_in_two_steps_at_most() {
 fn a_job_that_expects_no_holes_finds_them() {
     let Some(mut s) = Scene::new() else { return };
     const BYTES: u32 = 64 << 10;
-    // Copies between memory that is there: both have work, so jobs copy, and take long.
+    // Copies between existing memory: both vRNICs have work, so jobs copy, and take long.
     let (to_a, to_b) = (s.p.a.key, s.p.b.key);
     s.p.a.post(abi::SqWqe { remote_addr: IOVA, rkey: to_b, ..wqe(WrOpcode::Write, 8) }, &[s.p.a.sge(0, BYTES)]);
     s.p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: to_a, ..wqe(WrOpcode::Write, 9) }, &[s.p.b.sge(0, BYTES)]);
@@ -170,7 +170,7 @@ fn messages_into_holes_arrive_whole() {
     );
     s.p.settle();
     assert_eq!((status(&s.p.a.done()), s.p.a.bytes(0, BYTES)), (WcStatus::Success, vec![0; BYTES]));
-    // Words too, each once.
+    // Words, too, each once.
     for i in 0..3 {
         let add =
             abi::SqWqe { remote_addr: SPARSE + 255 * PAGE, rkey: s.key, compare_add: 5, ..wqe(WrOpcode::FetchAdd, i) };
@@ -201,7 +201,8 @@ fn who_has_holes_pays_for_them() {
     assert_eq!(paid(&mut s, 8), [true, false], "the page is there now");
 }
 
-/// Operations on one page after the other: how many jobs of 1 ms make pages for them within 160 ms, or until all pages are made.
+/// Operations on one page after the other. Returns the number of jobs of 1 ms that make pages for them within 160 ms,
+/// or until all pages are made.
 fn jobs_that_make_pages(s: &mut Scene, op: WrOpcode) -> u32 {
     const TOOK_NS: u64 = 1_000_000;
     let (mut jobs, end) = (0, s.p.now + 160_000_000);
@@ -227,13 +228,13 @@ fn pages_take_a_part_of_the_time_from_others() {
         let pairs: [fn() -> Pair; 2] = [Pair::new, Pair::of_one_vnic];
         let jobs = pairs.map(|pair| Some(jobs_that_make_pages(&mut Scene::of(pair)?, op)));
         let [Some(beside_a_vnic), Some(alone)] = jobs else { return };
-        // The burst has 10, and an eighth of the time 20.
+        // The burst allows 10 jobs, and an eighth of the time 20.
         assert!((28..=33).contains(&beside_a_vnic), "{op:?}: {beside_a_vnic}");
         assert!(alone > 2 * beside_a_vnic, "{op:?}: {alone}");
     }
 }
 
-/// Jobs go on until they have found no hole for a while. Then what is short is copied at once again.
+/// Jobs go on until they have found no hole for a while. Then turns make short copies again.
 #[test]
 fn memory_without_holes_needs_no_jobs() {
     let Some(mut s) = Scene::new() else { return };
@@ -251,7 +252,7 @@ fn memory_without_holes_needs_no_jobs() {
         assert_eq!(status(&s.p.a.done()), WcStatus::Success);
     }
     assert_eq!(jobs, 1000 - 16, "after them only long copies are made by jobs");
-    // Until its owner makes a hole there again.
+    // That lasts until its owner makes a hole there again.
     let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(s.file.fd(), flags, 0, PAGE).unwrap();
     s.p.a.done();
@@ -261,7 +262,7 @@ fn memory_without_holes_needs_no_jobs() {
     assert_eq!((s.round(), s.job(0)), (0, Some(0)));
 }
 
-/// Jobs for memory in which somebody was stuck are done one at a time, and by somebody who can be replaced.
+/// Jobs for memory in which a thread was stuck are done one at a time, and by a thread that can be replaced.
 #[test]
 fn memory_that_somebody_was_stuck_in_is_treated_as_slow() {
     let Some(mut s) = Scene::new() else { return };
@@ -280,7 +281,8 @@ fn memory_that_somebody_was_stuck_in_is_treated_as_slow() {
     assert_eq!(s.p.a.poll().len(), 3);
 }
 
-/// A datagram whose memory has a hole is sent by a job. A command that would take it away waits for that, too.
+/// A datagram whose memory has a hole is sent by a job. A command that would take the datagram away waits for the job,
+/// too.
 #[test]
 fn datagrams_that_jobs_send_are_waited_for() {
     let Some(Scene { sparse, .. }) = Scene::new() else { return };

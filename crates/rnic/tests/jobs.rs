@@ -1,4 +1,4 @@
-//! Copies that leave the core as jobs: what happens while somebody does them.
+//! Copies that leave the core as jobs, and what happens while a thread does them.
 
 use unirdma_abi as abi;
 use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m};
@@ -16,7 +16,7 @@ fn run(p: &mut Pair, mut job: Box<Job>) {
     p.rnic.end_job(job);
 }
 
-/// The jobs of two rounds: a round that has made one ends.
+/// The jobs of two rounds, because a round ends after it has made one.
 fn take_two(p: &mut Pair) -> [Box<Job>; 2] {
     [(); 2].map(|()| {
         p.rnic.poll(0);
@@ -24,7 +24,8 @@ fn take_two(p: &mut Pair) -> [Box<Job>; 2] {
     })
 }
 
-/// Each end writes to the other: both writes become jobs, since neither is alone. The jobs of a and of b.
+/// Each end writes to the other: both writes become jobs, because neither vRNIC is the only one with work. Returns the
+/// jobs of a and of b.
 fn two_jobs(p: &mut Pair) -> [Box<Job>; 2] {
     p.a.fill(0, &pattern(BYTES, 1));
     p.b.fill(BYTES, &pattern(BYTES, 2));
@@ -59,7 +60,8 @@ fn two_copies_are_done_side_by_side_and_end_in_any_order() {
     assert_eq!(p.b.bytes(0, BYTES), pattern(BYTES, 1));
 }
 
-/// A vRNIC with one QP loses its part of the time if turns of others come between the making of its job and the copy.
+/// A vRNIC with one QP would lose its part of the time if turns of others came between the making of its job and the
+/// copy.
 #[test]
 fn no_turn_of_another_delays_a_job() {
     let mut p = Pair::new();
@@ -177,7 +179,7 @@ fn a_qp_that_is_reset_or_destroyed_hears_of_no_old_copy() {
     }
 }
 
-/// A receive that a copy goes into is flushed when the copy has ended, not before.
+/// A receive that a copy writes to is flushed when the copy has ended, not before.
 #[test]
 fn a_receive_is_its_programs_again_when_nobody_writes_it() {
     let mut p = Pair::new();
@@ -219,7 +221,7 @@ fn a_process_with_slow_memory_waits_alone_and_not_for_ever() {
     p.run(SECOND);
     let done: Vec<_> = p.a.poll().iter().map(|c| (c.wr_id, status(c))).collect();
     assert_eq!(done, [(1, WcStatus::LocProtErr), (2, WcStatus::WrFlushErr)]);
-    // At last the memory answers: nothing is written any more.
+    // At last the memory answers, but nothing is written any more.
     let before = p.b.bytes(0, 100);
     run(&mut p, stuck);
     assert_eq!(p.b.bytes(0, 100), before);
@@ -268,7 +270,7 @@ fn a_vrnic_keeps_its_limits() {
     assert_eq!(ops(Share { ops: 10_000, burst_us: 300, ..Share::default() }), 14, "three more at once");
 }
 
-/// End a posts four WRITEs of 20,000 bytes, `keys` being what it has for b's memory in each, and b one, so that a is not alone.
+/// End a posts four WRITEs of 20,000 bytes, with `keys` for b's memory, and b posts one, so that both vRNICs have work.
 fn four_writes(p: &mut Pair, keys: [u32; 4]) -> [Box<Job>; 2] {
     p.a.fill(0, &pattern(80_000, 1));
     for (i, rkey) in (0..4).zip(keys) {
@@ -299,7 +301,7 @@ fn one_job_copies_for_the_requests_that_follow() {
     assert_eq!((completions(&mut p.a).len(), p.b.done().wr_id), (0, 9));
 }
 
-/// A job that has taken its time leaves the rest to the next one.
+/// A job that has used up its time leaves the rest to the next one.
 #[test]
 fn a_long_job_ends_in_between() {
     let mut p = Pair::new();
@@ -330,8 +332,8 @@ fn a_long_message_goes_on_where_its_job_has_ended() {
     assert_eq!((status(&p.a.done()), p.b.bytes(0, BYTES)), (WcStatus::Success, pattern(BYTES, 1)));
 }
 
-/// Pages of a region that is new are mapped when they are reached, which takes far longer than to copy them. After a job that took long the
-/// next ones look at the clock more often, and no turn copies much, until many jobs were fast.
+/// New pages of a region are mapped when they are accessed, which takes far longer than copying them. After a job that
+/// took long the next ones read the clock more often, and no turn copies much, until many jobs were fast.
 #[test]
 fn after_a_job_that_took_long_the_next_ones_of_its_vrnic_are_careful() {
     let mut p = Pair::new();
@@ -436,7 +438,7 @@ fn inline_data_goes_through_a_job() {
     assert_eq!(p.b.bytes(50, 100), data);
 }
 
-/// However many QPs have memory that goes through processes, each comes to its turn, and none fails.
+/// Any number of QPs whose memory is reached through processes get their turns, and none fails.
 #[test]
 fn many_qps_share_the_jobs_of_a_vrnic() {
     let mut p = Pair::new();

@@ -88,7 +88,7 @@ fn datagrams_without_receives_are_gone_when_their_time_is_over() {
     }
 }
 
-/// A QP without receives keeps 1 MiB at most, and others of its vRNIC keep as much.
+/// A QP without receives keeps at most 1 MiB, and other QPs of its vRNIC keep as much.
 #[test]
 fn a_qp_keeps_a_part_of_what_its_vrnic_may() {
     const MIB: usize = 1 << 20;
@@ -141,7 +141,7 @@ fn a_stage_is_on_the_account() {
     assert_eq!(account.used(), 0);
 }
 
-/// Events of connection management that nobody fetches.
+/// Events of connection management that no program fetches.
 #[test]
 fn events_of_connections_are_on_the_account() {
     const EVENT: usize = size_of::<abi::CmEvent>();
@@ -176,7 +176,7 @@ fn events_of_connections_are_on_the_account() {
     assert_eq!(account.used(), 0);
 }
 
-/// Copies of requests that nobody answers; without room there are few at a time.
+/// Copies of requests that get no answer. Without room there are few at a time.
 #[test]
 fn requests_under_way_are_on_the_account() {
     for most in [usize::MAX, 0] {
@@ -194,7 +194,7 @@ fn requests_under_way_are_on_the_account() {
     }
 }
 
-/// The account is full: datagrams are lost, and what has its receive arrives.
+/// If the account is full, datagrams without a receive are lost, and datagrams with a receive arrive.
 #[test]
 fn a_full_account_costs_datagrams_that_find_no_receive() {
     for (place, mut net) in places() {

@@ -39,7 +39,7 @@ fn step() -> impl Strategy<Value = Step> {
             let remote = if op.is_atomic() { remote & !7 } else { remote };
             Step::Post(Op { from_a, op, local: local.min(SPACE - len), remote: remote.min(SPACE - len), len, value })
         });
-    // Always long enough for any message: errors have tests of their own.
+    // Receives are always long enough for any message: errors have tests of their own.
     let recv = (any::<bool>(), 0..SPACE - 9000).prop_map(|(at_a, off)| Step::Recv { at_a, off, len: 9000 });
     prop_oneof![3 => post, 2 => recv]
 }
@@ -57,7 +57,7 @@ fn word(memory: &[u8], at: u64) -> u64 {
     u64::from_ne_bytes(memory[at as usize..at as usize + 8].try_into().unwrap())
 }
 
-/// Executes what may be executed of `from`'s requests towards `to`.
+/// Executes those requests of `from` to `to` that may be executed.
 fn drain(from: &mut Side, to: &mut Side) {
     while let Some(&(id, o)) = from.sends.front() {
         if o.op.consumes_recv() && to.recvs.is_empty() {

@@ -1,4 +1,4 @@
-//! vRNICs that are saved and restored: what is under way goes on where they are restored, exactly once.
+//! vRNICs that are saved and restored: work under way goes on where they are restored, exactly once.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m};
@@ -92,7 +92,8 @@ fn a_message_within_a_host_goes_on_between_hosts() {
     }
 }
 
-/// An atomic whose result could not be stored yet has been executed: wherever the two ends are then, it is not executed again.
+/// An atomic whose result could not be stored yet has been executed. Wherever the two ends are afterwards, it is not
+/// executed again.
 #[test]
 fn an_atomic_is_executed_once() {
     for (op, mover, to) in [WrOpcode::FetchAdd, WrOpcode::CmpSwap]
@@ -138,7 +139,7 @@ fn a_wait_for_a_receive_outlives_a_move() {
     }
 }
 
-/// A copy that somebody does at the moment of the save is stopped, and done again elsewhere.
+/// A copy that a thread does at the moment of the save is stopped, and done again elsewhere.
 #[test]
 fn a_copy_under_way_is_stopped() {
     const BYTES: usize = 100_000;
@@ -151,7 +152,7 @@ fn a_copy_under_way_is_stopped() {
             let sge = net.ends[end].sge(0, BYTES as u32);
             net.ends[end].post(w, &[sge]);
         }
-        // Neither is alone, so both become jobs. A round that has made one ends.
+        // Both vRNICs have work, so both copies become jobs. A round ends after it has made one.
         let jobs = [(); 2].map(|()| {
             net.rnics[0].poll(0);
             net.rnics[0].take_job().unwrap()
@@ -209,7 +210,7 @@ fn what_was_saved_together_is_within_a_host_again() {
         let mut rnic = Rnic::new(77, 0);
         for end in [first, 1 - first] {
             net.ends[end].vnic = rnic.restore_vnic(0, &saved[end], &mut memory[end]).unwrap();
-            // Nobody answers before both are there, and nothing is lost by that.
+            // There are no answers before both are there, and nothing is lost by that.
             while poll(&mut rnic, 0) {}
         }
         net.rnics[0] = rnic;
@@ -275,7 +276,7 @@ fn events_and_armings_are_kept() {
     net.rnic(0).modify_qp(session, qpn, m::STATE, &err).unwrap();
 }
 
-/// The numbers that a session gives go on where they were.
+/// The object numbers of a session go on where they were.
 #[test]
 fn numbers_go_on() {
     let mut net = Net::together(QpType::Rc);
@@ -289,7 +290,7 @@ fn numbers_go_on() {
     assert_eq!(net.rnics[1].numbered_sessions(vnic), [(1, session), (2, second)]);
 }
 
-/// A message in the stage is placed by the driver after the move, and a datagram waits for its receive over the move.
+/// The driver places a message in the stage after the move, and a datagram waits for its receive during the move.
 #[test]
 fn what_waits_for_a_program_waits_on() {
     let mut net = Net::together(QpType::Ud);
@@ -389,7 +390,7 @@ fn shared_domains_and_targets_are_kept() {
     assert!(net.rnic(1).destroy_xrcd(second.session, queues[1].xrcd).is_err(), "its SRQ is in it");
 }
 
-/// A vRNIC that is held to a rate is held to it after a move, and has not saved up anything.
+/// A vRNIC with a rate limit has it after a move, too, and has not saved up anything.
 #[test]
 fn limits_are_kept() {
     let mut net = Net::together(QpType::Rc);

@@ -9,8 +9,8 @@ const MS: u64 = 1_000_000;
 /// The ACK timeout of these tests' QPs is 67 ms: nothing may wait for it.
 const SOON: u64 = 20 * MS;
 
-/// Two QPs on one host, and on two; the memory of both is reached through their processes. No timeout and no missing receive
-/// is forgiven.
+/// Two QPs on one host, and on two. The memory of both is reached through their processes. Any timeout and any missing
+/// receive is an error.
 fn places(typ: QpType) -> Vec<(&'static str, Net)> {
     let mut places = mapped_places(typ);
     for (_, net) in &mut places {
@@ -106,7 +106,7 @@ fn requests_wait_for_their_own_process() {
 #[test]
 fn requests_wait_for_the_peers_process() {
     every_request(QpType::Rc, &RC_OPS, 1, 2);
-    // Longer than the ACK timeout: nobody counts it.
+    // Longer than the ACK timeout, but no timeout is counted.
     every_request(QpType::Rc, &[WrOpcode::Send, WrOpcode::Read], 0, 500);
 }
 
@@ -165,7 +165,7 @@ fn memory_that_is_away_is_left_alone() {
                 (net.ends[1].bytes(0, 50_000), net.ends[0].bytes(100_000, 50_000)),
                 (vec![0; 50_000], vec![0; 50_000])
             );
-            // Another time, begun before the device has seen the first one end.
+            // Another period, begun before the device has seen the end of the first one.
             bell.set_away(0);
             bell.set_away(8);
             assert!(!bell.is_left_alone(8));
@@ -213,7 +213,7 @@ fn datagrams_wait_for_both() {
     }
 }
 
-/// A driver that says that it moves pages and never ends costs those that it is connected to one request, not their patience.
+/// A driver that announces a move of pages and never ends it costs each of its peers one request only.
 #[test]
 fn a_liar_is_not_waited_for_for_ever() {
     for (op, at_peer, status_there) in [
@@ -232,7 +232,7 @@ fn a_liar_is_not_waited_for_for_ever() {
             net.ends[0].post(w, &[sge]);
             net.run(20 * SECOND);
             let done = net.ends[0].done();
-            // Over a network the requester's own patience, its ACK timeout, may be shorter.
+            // Over a network the requester's ACK timeout may be shorter.
             let gave_up = place == "two hosts" && status(&done) == WcStatus::RetryExcErr;
             assert!(gave_up || status(&done) == at_peer, "{place}, {op:?}: {:?}", status(&done));
             if let (Some(there), false) = (status_there, gave_up) {

@@ -1,4 +1,5 @@
-//! Packets, datagrams and atomics of memory that only jobs reach: what happens while nobody does the job, and when it ends.
+//! Packets, datagrams and atomics for memory that only jobs access: what happens before the job is done, and when it
+//! ends.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m};
@@ -7,8 +8,8 @@ use unirdma_simkit::*;
 
 const MS: u64 = 1_000_000;
 
-/// Ends 0 and 1 are connected, and so are 2 and 3, each pair over the wire. The memory of these ends is reached through their processes,
-/// by jobs that nobody does before the test says so.
+/// Ends 0 and 1 are connected, and so are 2 and 3, each pair over the wire. The memory of the ends in `slow` is
+/// accessed through their processes, by jobs that are not done before the test does them.
 fn net(typ: QpType, slow: &[usize]) -> Net {
     let mut net = Net::hosts(2, &[typ; 4], 9, Faults::default());
     for (a, b) in [(0, 1), (1, 0), (2, 3), (3, 2)] {
@@ -33,7 +34,7 @@ fn done(net: &mut Net, end: usize) -> Vec<(u64, WcStatus)> {
     net.ends[end].poll().iter().map(|c| (c.wr_id, status(c))).collect()
 }
 
-/// Does all jobs until none comes any more; how many those were.
+/// Does all jobs until none is left. Returns their number.
 fn do_all(net: &mut Net) -> usize {
     let mut count = 0;
     while !net.kept.is_empty() {
@@ -48,7 +49,7 @@ fn do_all(net: &mut Net) -> usize {
     count
 }
 
-/// The ends of a pair whose memory nobody reaches wait, and another pair on the same hosts does not notice.
+/// The ends of a pair whose memory is not accessed wait, and another pair on the same hosts is not affected.
 fn others_go_on(net: &mut Net) {
     let (w, sge) =
         (abi::SqWqe { rkey: net.ends[3].key, ..net.remote(WrOpcode::Write, 77, 0) }, net.ends[2].sge(0, 10_000));
@@ -67,7 +68,7 @@ fn what_is_sent_is_read_by_a_job() {
         net.run(MS);
         assert_eq!((net.kept.len(), net.ends[1].bytes(0, 200_000)), (1, vec![0; 200_000]), "{op:?}");
         others_go_on(&mut net);
-        // Nobody has looked at the memory yet.
+        // No job has read the memory yet.
         net.ends[0].fill(0, &pattern(200_000, 2));
         assert_eq!(do_all(&mut net), 4, "64 KiB at a time");
         assert_eq!(
@@ -104,7 +105,7 @@ fn nothing_is_answered_before_a_job_has_stored_it() {
         net.ends[0].fill(0, &data);
         recv(&mut net, 1, 5, 0, 100_000);
         post(&mut net, op, 1, 0, 100_000);
-        // Longer than the ACK timeout. What is sent again is executed once.
+        // Longer than the ACK timeout. Packets that are sent again are executed once.
         net.run(100 * MS);
         assert_eq!((net.kept.len(), net.ends[1].bytes(0, 100_000)), (1, vec![0; 100_000]), "{op:?}");
         assert!(net.counters(0).timeouts > 0 && net.ends[0].poll().is_empty() && net.ends[1].poll().is_empty());
@@ -213,7 +214,7 @@ fn a_command_for_something_else_delays_a_packet_and_no_more() {
     }
 }
 
-/// Memory that is slow for too long costs its connection, and what is asked of it meanwhile waits.
+/// Memory that is slow for too long costs its connection. Requests for it wait meanwhile.
 #[test]
 fn memory_that_never_answers_is_given_up() {
     let cases = [
@@ -236,7 +237,8 @@ fn memory_that_never_answers_is_given_up() {
         net.run(SECOND);
         assert!(net.kept.is_empty(), "{op:?}");
         assert_eq!((done(&mut net, 0), net.state(0)), (vec![(1, want)], 6), "{op:?}");
-        // At last the memory answers. Nobody wants to know, but for a receive that could have been written until now.
+        // At last the memory answers. This has no effect any more, except for a receive that could have been written
+        // until now.
         net.ends[0].fill(0, &[9; 1000]);
         let mut stuck = stuck;
         stuck.run(&mut [0; 4096], || 0);
@@ -304,7 +306,7 @@ fn datagrams_wait_for_jobs_at_both_ends() {
                 let sge = net.ends[0].sge(i * 1000, 1000);
                 net.ends[0].post_to(wqe(WrOpcode::Send, 10 + i), ah, dest, &[sge]);
             }
-            // Longer than a datagram waits for a receive; what has one is not dropped.
+            // Longer than a datagram waits for a receive. A datagram that has its receive is not dropped.
             net.run(5 * MS);
             assert_eq!(
                 (net.kept.len(), net.ends[1].poll().len(), net.ends[1].bytes(10_000, 2000)),
@@ -343,7 +345,7 @@ fn a_datagram_for_memory_that_never_answers_fails_its_receive() {
     assert_eq!((done(&mut net, 1), net.state(1)), (vec![(1, WcStatus::LocProtErr)], 6));
 }
 
-/// A message of an unreliable connection is complete or not there, and so is what follows.
+/// A message of an unreliable connection is stored completely or dropped, and so are later messages.
 #[test]
 fn unreliable_connections_go_through_jobs_too() {
     for slow in [0, 1] {
@@ -365,7 +367,8 @@ fn unreliable_connections_go_through_jobs_too() {
     }
 }
 
-/// A peer that goes on sending while a job is stuck takes no more memory than an inbox has; the rest is sent again.
+/// A peer that goes on sending while a job is stuck takes no more memory than an inbox has. It must send the rest
+/// again.
 #[test]
 fn an_inbox_that_is_full_loses_packets_like_a_network() {
     let mut net = Net::of_type(QpType::Rc, 9, Faults::default(), |a| abi::QpAttr { path_mtu: 5, ..a });

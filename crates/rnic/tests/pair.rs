@@ -488,7 +488,7 @@ fn groups_do_not_connect_and_may_use_the_same_address() {
     let [init, rtr, _] = attrs(&p.b, ip(1));
     p.rnic.modify_qp(other.session, other.qpn, init.0, &init.1).unwrap();
     assert_eq!(p.rnic.modify_qp(other.session, other.qpn, rtr.0, &rtr.1), Err(abi::Status::Unreachable));
-    // Its own group has that address: the QP connects there, not to the namesake's QPN.
+    // Its own group has that address, too: the QP connects there, and not to b, which has it in another group.
     let [_, rtr, rts] = attrs(&p.b, ip(2));
     p.rnic.modify_qp(other.session, other.qpn, rtr.0, &rtr.1).unwrap();
     p.rnic.modify_qp(other.session, other.qpn, rts.0, &rts.1).unwrap();
@@ -551,7 +551,7 @@ fn an_overrun_cq_takes_its_qps_down_and_nobody_else() {
     assert_eq!(status(&p.a.done()), WcStatus::Success);
 }
 
-/// REREG_MR: the keys stay, what they name does not.
+/// REREG_MR: the keys stay, but name other memory.
 #[test]
 fn an_mr_can_become_another_one() {
     let mut p = Pair::new();
@@ -589,7 +589,7 @@ fn a_jumping_index_breaks_its_own_qp_only() {
     p.settle();
     assert_eq!(asyncs(&p), [(p.a.qpn, AsyncEvent::QpFatal)]);
     assert_eq!((p.state(true), p.state(false)), (6, 3));
-    // A receiver that lies does not hurt the sender's host either: the sender gets no answer.
+    // A receiver that breaks the rules does not hurt the sender's host either: the sender gets no answer.
     let mut p = Pair::new();
     p.b.rings.set_rq_prod(1000);
     p.a.post(wqe(WrOpcode::Send, 1), &[]);
@@ -600,7 +600,7 @@ fn a_jumping_index_breaks_its_own_qp_only() {
 #[test]
 fn tenants_share_by_turns() {
     let mut p = Pair::new();
-    // a floods with large writes, b sends one small one: it completes long before a's backlog.
+    // a posts many large writes, b one small one, which completes long before a's backlog.
     for i in 0..16 {
         p.a.post(remote(WrOpcode::Write, i, &p.b, 0), &[p.a.sge(0, MR_BYTES as u32)]);
     }

@@ -1,4 +1,4 @@
-//! Sessions that pause: nothing of theirs is touched, and everything goes on afterwards.
+//! Sessions that pause: their memory is not touched, and everything goes on afterwards.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode};
@@ -12,7 +12,7 @@ const LEN: usize = 30_000;
 const OPS: [WrOpcode; 6] =
     [WrOpcode::Write, WrOpcode::Send, WrOpcode::WriteImm, WrOpcode::Read, WrOpcode::CmpSwap, WrOpcode::FetchAdd];
 
-/// Two RC QPs on one host, and on two, which are patient for 8 times 67 ms.
+/// Two RC QPs on one host, and on two, which retry for 8 times 67 ms.
 fn places() -> Vec<(&'static str, Net)> {
     let patient = |a| abi::QpAttr { retry_cnt: 7, rnr_retry: 7, ..a };
     let typ = QpType::Rc;
@@ -127,7 +127,7 @@ fn each_doorbell_page_has_its_own_bits() {
         }
     }
     p.settle();
-    // A request that no QP takes. The page that the QP has no bit of says nothing to it.
+    // A request that the QP must not take. A page without a bit of the QP does not wake it.
     ring.sq_put(0, 0, zerocopy::IntoBytes::as_bytes(&abi::SqWqe { opcode: 99, ..Default::default() }));
     ring.set_sq_prod(1);
     let state = |p: &Pair| p.rnic.query_qp(session, qpn).unwrap().qp_state;

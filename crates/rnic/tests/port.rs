@@ -1,5 +1,5 @@
-//! The port under running programs: its link, its addresses; and what changes at a QP while it works: rate limit, sizes of its
-//! queues, who shares it.
+//! The port while programs run: its link and its addresses; and changes of a working QP: its rate limit, the sizes of
+//! its queues, and the programs that share it.
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
@@ -25,7 +25,7 @@ fn write(net: &mut Net) {
     net.ends[0].post(w, &[sge]);
 }
 
-/// Asynchronous events that the ends of one host got since this was asked last.
+/// Asynchronous events that the ends of one host got since the last call.
 fn events(net: &mut Net) -> [Vec<AsyncEvent>; 2] {
     let mut all = Vec::new();
     net.rnics[0].drain_outputs(&mut all);
@@ -104,7 +104,7 @@ fn an_address_that_is_taken_away_serves_nobody() {
         let (vnic, session, pd) = (net.ends[0].vnic, net.ends[0].session, net.ends[0].pd);
         net.rnic(0).set_gids(vnic, vec![Gid::default(), ip(9)]);
         assert_eq!(net.rnic(0).gids(vnic), [Gid::default(), ip(9)]);
-        // The hole is no address to connect from.
+        // A hole in the GID table is no address to connect from.
         assert_eq!(net.rnic(0).create_ah(session, pd, &address(gid(1))), Err(Status::BadValue), "{place}");
         write(&mut net);
         net.run(SECOND);
@@ -253,7 +253,7 @@ fn rings_of(e: &End, ctrl_of: &QpRings, entries: u32) -> QpRings {
 #[test]
 fn queues_change_their_size_under_work() {
     for (place, mut net) in places(QpType::Rc) {
-        // Sends wait for receives at the other end, whose receives come one by one.
+        // Sends wait for receives at the other end, which posts them one by one.
         let sge = net.ends[0].sge(0, 3000);
         (0..10).for_each(|i| _ = net.ends[0].post(wqe(WrOpcode::Send, i), &[sge]));
         let to = net.ends[1].sge(0, 3000);

@@ -1,4 +1,5 @@
-//! Quotas of a vRNIC: each is reached, costs its own vRNIC only, and is free again when an object goes.
+//! Quotas of a vRNIC: each can be reached, affects its own vRNIC only, and is available again when an object is
+//! destroyed.
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
@@ -178,7 +179,7 @@ fn attachments_to_multicast_groups_have_a_quota() {
     let qpn = create_qp_of(QpType::Ud, &mut r, others.0, others.1, others.2).unwrap();
     assert!((0..64).all(|n| r.attach_mcast(others.0, qpn, gid(0, n)).is_ok()), "others have their own");
     assert_eq!(r.attach_mcast(others.0, qpn, gid(0, 64)), Err(Status::Exhausted));
-    // It is given back with the QP, and when the QP leaves a group.
+    // An attachment is given back with its QP, and when the QP leaves a group.
     r.destroy_qp(mine.0, qps[0]).unwrap();
     assert!((0..64).all(|n| r.attach_mcast(mine.0, qps[1024], gid(2000, n)).is_ok()));
     r.detach_mcast(mine.0, qps[1], gid(1, 0)).unwrap();
@@ -254,7 +255,7 @@ fn memory_is_counted_by_the_way_that_it_is_reached() {
     let process = || (Backing::Process(ProcMem::of_self().unwrap(), 0), vec![]);
     let mapped = reg_mr(&mut r, s, pd, 100).unwrap();
     let copied = r.reg_mr(s, pd, 1, 0, 7, process()).unwrap().0;
-    // All of a process is not a size.
+    // The whole memory of a process does not count as bytes.
     let whole = r.reg_mr(s, pd, 1, 0, u64::MAX >> 1, process()).unwrap().0;
     let window = r.alloc_mw(s, pd, 1).unwrap().0;
     assert_eq!(used(&r), (1, 100, 2, 7));

@@ -1,4 +1,4 @@
-//! Records of vRNICs that cannot be right: each is refused whole, with what is wrong.
+//! Inconsistent records of vRNICs: each is refused as a whole, with the reason.
 
 use std::sync::Arc;
 
@@ -96,7 +96,7 @@ fn what_is_taken_on_the_host_is_refused() {
     assert_eq!(seen(&mut net.rnics[0], stranger).1, before.1);
 }
 
-/// Gives one thing less, or another one than was there.
+/// Leaves out one resource, or gives another one than it was.
 struct Forgetful<'a> {
     of: &'a mut Attached,
     skips: usize,
@@ -180,7 +180,7 @@ fn memory_that_is_missing_or_does_not_fit_is_refused() {
     assert_eq!((missing, unlike), (6, 5));
 }
 
-/// Bytes that were changed on purpose, so that their checksum is right, either are refused or make a vRNIC that harms nobody.
+/// Bytes that were changed on purpose, with a correct checksum, are refused or make a vRNIC that harms nobody.
 #[test]
 fn forged_records_do_no_harm() {
     const HEADER: usize = 24;
@@ -191,7 +191,7 @@ fn forged_records_do_no_harm() {
         let mut forged = bytes.clone();
         for _ in 0..1 + rng.next_u64() % 3 {
             let at = HEADER + rng.next_u64() as usize % (bytes.len() - HEADER);
-            // Most numbers are small, and their highest bit says that they go on.
+            // Most numbers are small, and their highest bit says that another byte follows.
             let change = [0xff, 0x80, 0x01, rng.next_u64() as u8][rng.next_u64() as usize % 4];
             forged[at] ^= change;
         }
@@ -210,7 +210,7 @@ fn forged_records_do_no_harm() {
             rnic.tx().sent(sent);
             now = rnic.next_timeout().unwrap_or(now).max(now + 1);
         }
-        // Its memory goes back as it was, but for the positions in its rings.
+        // Its memory is returned unchanged, except for the positions in its rings.
         let again = rnic.take_vnic(now, vnic).unwrap();
         assert!(Record::from_bytes(&again.0.to_bytes().unwrap()).is_ok(), "round {round}: it can be saved again");
         rnic.remove_vnic(vnic);

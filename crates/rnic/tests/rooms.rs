@@ -1,9 +1,9 @@
-//! The rooms of the crate: a file or directory below `src`, each of which knows only rooms that do not know it.
+//! The modules of the crate: a module is a file or directory below `src`, and uses only modules that do not use it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The names that a file's `use` lines take from the crate.
+/// The modules of the crate that a file's `use` lines name.
 fn used_rooms(text: &str) -> impl Iterator<Item = &str> {
     let paths = text.match_indices("crate::").map(|(at, found)| &text[at + found.len()..]);
     paths.map(|p| p.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default())
@@ -32,7 +32,7 @@ fn no_rooms_know_each_other_in_a_circle() {
     assert!(uses["rnic"].contains("core") && uses["core"].contains("objects"), "{uses:?}");
     let rooms: BTreeSet<String> = uses.keys().cloned().collect();
     uses.values_mut().for_each(|u| u.retain(|r| rooms.contains(r)));
-    // Rooms that know none of those that are left are taken away, until none is left.
+    // Modules that use none of the remaining ones are removed, until none is left.
     while let Some(room) = uses.iter().find(|(_, u)| u.is_empty()).map(|(r, _)| r.clone()) {
         uses.remove(&room);
         uses.values_mut().for_each(|u| {

@@ -1,5 +1,5 @@
-//! Rules between groups, and within one: what they allow works on one host and between two, what they do not allow fails as on a network
-//! without a way, and so does what they allow no more.
+//! Rules between groups, and within one. What they allow works on one host and between two. What they do not allow, or
+//! no longer allow, fails as on a network without a route.
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Status};
@@ -58,7 +58,7 @@ fn only_a_rule_joins_two_groups_and_a_third_one_stays_outside() {
     for (place, mut net) in each(QpType::Rc) {
         assert_eq!(reach(&mut net, QpType::Rc, 0, 1), Err(Status::Unreachable), "{place}");
         assert_eq!(refused(&net, 0), 1, "{place}");
-        // Of two QPs that are connected by hand nobody begins: either direction will do.
+        // QPs that are connected by hand have no side that begins: either direction will do.
         for rule in [BOTH, ONE_WAY, "allow from group:blue to group:red"] {
             net.rules(&[rule]);
             connect(&mut net, QpType::Rc);
@@ -85,7 +85,7 @@ fn a_connection_that_loses_its_rule_fails_as_one_that_has_lost_its_way() {
         connect(&mut net, QpType::Rc);
         let to = net.ends[1].sge(0, 100);
         net.ends[1].recv(9, &[to]);
-        // Three under way, of which nothing has arrived.
+        // Three writes are under way, of which none has arrived.
         (1..4).for_each(|n| write(&mut net, n));
         net.run(0);
         net.rules(&[]);
@@ -97,7 +97,7 @@ fn a_connection_that_loses_its_rule_fails_as_one_that_has_lost_its_way() {
         assert_eq!(net.ends[1].bytes(0, 8), [0; 8], "{place}: nothing came through");
         assert_eq!((refused(&net, 0), refused(&net, 1)), (1, 1), "{place}");
         assert_eq!(reach(&mut net, QpType::Rc, 0, 1), Err(Status::Unreachable), "{place}");
-        // Back in force it is as at first.
+        // With the rule back in force, all is as at first.
         net.rules(&[BOTH]);
         reset(&mut net);
         connect(&mut net, QpType::Rc);
@@ -128,7 +128,7 @@ fn a_denial_within_a_group_ends_what_it_hits_and_spares_the_rest() {
             net.connect(QpType::Rc, a, b, &|a| a);
             net.connect(QpType::Rc, b, a, &|a| a);
         }
-        // It was posted, and not taken yet.
+        // It was posted, but the device has not taken it yet.
         write(&mut net, 1);
         net.rules(&["deny from vrnic:red/10.0.0.1 to group:red both"]);
         net.run(SECOND);
@@ -150,7 +150,7 @@ fn an_idle_connection_ends_and_an_unreliable_one_loses_what_it_sends() {
         net.rules(&[]);
         net.run(SECOND / 10);
         assert_eq!([0, 1].map(|e| net.state(e)), [QpState::Err as u8; 2], "{place}");
-        // The program learns why from what it posts next.
+        // The program learns the reason from its next requests.
         (1..3).for_each(|n| write(&mut net, n));
         net.run(SECOND / 10);
         assert_eq!(statuses(&mut net, 0), [WcStatus::RetryExcErr, WcStatus::WrFlushErr], "{place}");
@@ -248,13 +248,14 @@ fn one_way_a_connection_is_asked_for_and_ends_when_its_rule_goes() {
     }
 }
 
-/// A QP that guesses the number of a QP of another group, on a host that it may send to, reaches nothing: the P_Key is another one.
+/// A QP that guesses the number of a QP of another group, on a host that it may send to, reaches nothing, because the
+/// P_Keys differ.
 #[test]
 fn a_packet_for_the_qp_of_another_group_is_dropped() {
     let mut net = Net::groups(2, &[QpType::Rc; 4], &[0, 1, 2, 2], |end| usize::from(end == 1 || end == 3));
     net.rules(&[BOTH]);
     net.connect(QpType::Rc, 3, 2, &|a| a);
-    // Red says that its peer is blue's, but names green's QP, which is connected to the host that this comes from.
+    // Red says that its peer is blue's, but names green's QP, which is connected to the same host.
     let (s, qpn, victim) = (net.session(0), net.ends[0].qpn, net.ends[3].qpn);
     for (mask, attr) in attrs_of(QpType::Rc, victim, gid(1)) {
         net.rnic(0).modify_qp(s, qpn, mask, &attr).unwrap();

@@ -118,7 +118,7 @@ fn the_limit_event_comes_once() {
         assert_eq!(send(&mut net), [], "{place}");
         let session = net.ends[1].session;
         assert_eq!(net.rnic(1).query_srq(session, shared.srq).unwrap().limit, 0);
-        // Armed anew while it is due: at once.
+        // Armed again while it is due: the event comes at once.
         net.rnic(1).modify_srq(session, shared.srq, 2).unwrap();
         assert_eq!(events(&mut net), [AsyncEvent::SrqLimitReached], "{place}");
         assert_eq!(net.rnic(1).modify_srq(session, shared.srq, 17).unwrap_err(), abi::Status::BadValue);
@@ -136,7 +136,7 @@ fn an_empty_shared_queue_is_not_ready() {
         net.run(SECOND);
         assert_eq!(status(&net.ends[0].done()), WcStatus::Success, "{place}");
         assert_eq!(net.ends[1].done().wr_id, 7);
-        // A datagram waits a moment there too.
+        // A datagram waits a moment there, too.
     }
     for (place, mut net, mut shared) in places(QpType::Ud, 0) {
         let ah = net.ah(0, 1);
@@ -159,7 +159,7 @@ fn a_qp_that_fails_takes_no_more_and_says_so() {
         net.ends[0].post(bad, &[from]);
         net.run(SECOND);
         assert_eq!(events(&mut net), [AsyncEvent::QpAccessErr, AsyncEvent::QpLastWqeReached], "{place}");
-        // The receive was not flushed: it is everybody's.
+        // The receive was not flushed, because all QPs share it.
         assert!(net.ends[1].poll().is_empty(), "{place}");
         let (session, qpn, pd) = (net.ends[1].session, net.ends[1].qpn, net.ends[1].pd);
         assert_eq!(net.rnic(1).destroy_srq(session, shared.srq).unwrap_err(), abi::Status::Busy);

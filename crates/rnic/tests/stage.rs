@@ -1,4 +1,5 @@
-//! The stage: messages for memory of the way *copy* wait there, with their places, until the driver puts them where they belong.
+//! The stage: messages for memory of the way *copy* wait there, with their destinations, until the driver copies them
+//! there.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, access, attr_mask as m};
@@ -121,7 +122,8 @@ fn without_room_it_goes_the_old_way() {
         for i in 0..6 {
             assert_eq!(s.net.ends[1].bytes(i * 110_000, 100_000), data, "{place}, {i}");
         }
-        // Now the device has seen that the driver gives records back, and long messages of the same host wait for it a moment.
+        // Now the device has seen that the driver gives records back. Long messages of the same host wait for that for
+        // a moment.
         for i in 0..3 {
             let to = s.net.ends[1].sge(i * 110_000, 100_000);
             s.net.ends[1].recv(i, &[to]);
@@ -135,7 +137,7 @@ fn without_room_it_goes_the_old_way() {
         s.net.run(if place == "one host" { 20_000 } else { 0 });
         let more = s.net.ends[1].poll();
         assert!(more.iter().all(|c| c.staged != 0) && got.len() + more.len() == 3, "{place}");
-        // But not for ever.
+        // But they do not wait for ever.
         let (to, sge) = (s.net.ends[1].sge(0, 100_000), s.net.ends[0].sge(0, 100_000));
         s.net.ends[1].recv(9, &[to]);
         s.net.ends[0].post(wqe(WrOpcode::Send, 9), &[sge]);
@@ -150,7 +152,7 @@ fn nothing_stays_behind() {
     for (place, mut s) in Staged::places(QpType::Rc) {
         for round in 0..40 {
             let (to, from) = (s.net.ends[1].sge(0, 60_000), s.net.ends[0].sge(0, 60_000));
-            // A long message that is cut off by an error, or by a reset.
+            // A long message that is aborted by an error, or by a reset.
             s.net.ends[1].recv(1, &[to]);
             s.net.ends[1].recv(2, &[to]);
             s.net.ends[0].post(wqe(WrOpcode::Send, 1), &[from]);
@@ -180,7 +182,7 @@ fn nothing_stays_behind() {
                 s.net.connect(QpType::Rc, i, 1 - i, &|a| a);
             }
         }
-        // All of the stage is there for one message again.
+        // The whole stage is free for one message again.
         let (to, from) = (s.net.ends[1].sge(0, 250_000), s.net.ends[0].sge(0, 250_000));
         s.net.ends[1].recv(3, &[to]);
         s.net.ends[0].post(wqe(WrOpcode::Send, 3), &[from]);
@@ -191,7 +193,7 @@ fn nothing_stays_behind() {
     }
 }
 
-/// Keys, ranges and rights of a receive are looked at as they are without a stage.
+/// Keys, ranges and rights of a receive are checked as without a stage.
 #[test]
 fn errors_are_what_they_were() {
     for (place, mut s) in Staged::places(QpType::Rc) {
@@ -216,7 +218,7 @@ fn errors_are_what_they_were() {
                 s.net.connect(QpType::Rc, i, 1 - i, &|a| a);
             }
         }
-        // An immediate's receive is no place for anything.
+        // The receive of an immediate has no destination.
         let to = s.net.ends[1].sge(0, 5000);
         s.net.ends[1].recv(1, &[to]);
         let (w, from) = (s.net.remote(WrOpcode::WriteImm, 1, 9000), s.net.ends[0].sge(0, 3000));
@@ -226,7 +228,7 @@ fn errors_are_what_they_were() {
     }
 }
 
-/// Data of a send that lies in the session's own memory needs no key, and only sends may have such.
+/// Data of a send that lies in the session's own memory needs no key. Only sends may have such data.
 #[test]
 fn sends_from_the_sessions_memory() {
     use unirdma_formats::send_flags::{INLINE, SIGNALED, STAGED};
@@ -263,7 +265,7 @@ fn sends_from_the_sessions_memory() {
     }
 }
 
-/// A virtual machine's processes have doorbell pages of their own: to their QPs the keys of MRs are all the memory that there is.
+/// Processes of a virtual machine have doorbell pages of their own: their QPs can only name memory by the keys of MRs.
 #[test]
 fn only_qps_of_the_first_doorbell_page_send_from_the_sessions_memory() {
     use unirdma_formats::send_flags::{SIGNALED, STAGED};

@@ -1,4 +1,5 @@
-//! UC and UD: what arrives is right, what cannot be taken is dropped and counted, and the sender never waits.
+//! UC and UD: arriving data is right, messages that cannot be taken are dropped and counted, and the sender never
+//! waits.
 
 use unirdma_abi as abi;
 use unirdma_formats::net::parse_grh;
@@ -81,7 +82,7 @@ fn an_unreliable_sender_recovers_from_sqe() {
             let rts = abi::QpAttr { qp_state: 3, ..Default::default() };
             net.rnic(0).modify_qp(session, qpn, m::STATE, &rts).unwrap();
             if typ == QpType::Ud {
-                // An AH that is gone is no address.
+                // The address of an AH that was destroyed is not valid.
                 net.rnic(0).destroy_ah(session, ah).unwrap();
                 net.ends[0].post_to(wqe(WrOpcode::Send, 3), ah, dest, &[sge]);
                 net.run(SECOND);
@@ -197,7 +198,7 @@ fn read_and_atomics_are_not_for_unreliable_queues() {
     }
 }
 
-/// A program that is a little late with its receives loses nothing; one that is very late does.
+/// A program that posts its receives a little late loses nothing; one that is very late loses datagrams.
 #[test]
 fn a_datagram_waits_a_moment_for_its_receive() {
     for (place, mut net) in places(QpType::Ud) {
@@ -222,8 +223,8 @@ fn a_datagram_waits_a_moment_for_its_receive() {
     }
 }
 
-/// A round ends with the first turn whose datagrams find no receive, so that programs can post some, and the next round goes on whether
-/// anybody has asked for that or not.
+/// A round ends with the first turn whose datagrams find no receive, so that programs can post some. The next round
+/// goes on in any case.
 #[test]
 fn a_round_ends_when_a_datagram_finds_no_receive() {
     let mut net = Net::hosts(1, &[QpType::Ud; 4], 9, Faults::default());
@@ -311,7 +312,7 @@ fn datagrams_posted_before_their_objects_are_destroyed_are_sent() {
             (1..=10).for_each(|id| net.ends[1].recv(id, &[to]));
             net.run(SECOND);
             let now = net.now;
-            // An idle session is not polled: that somebody has rung is seen all the same.
+            // An idle session is not polled, but its doorbell is seen all the same.
             net.rnic(0).park_idle(now, 0);
             assert!(!net.rnic(0).is_behind(now, session, None), "{place}");
             for id in 1..=10 {
@@ -339,7 +340,7 @@ fn datagrams_posted_before_their_objects_are_destroyed_are_sent() {
     }
 }
 
-/// On a reliable QP only a completion says that a message has left, so nobody waits for what was posted.
+/// On a reliable QP only a completion says that a message has left, so a command does not wait for posted sends.
 #[test]
 fn only_unreliable_sends_come_before_a_command() {
     for (typ, of_its_qp, of_ahs) in [(QpType::Rc, false, false), (QpType::Uc, true, false), (QpType::Ud, true, true)] {
@@ -432,7 +433,8 @@ fn errors_are_counted_by_their_kind() {
     }
 }
 
-/// A WRITE of 1 MiB over UC, which is 1,024 packets. The sender knows no acknowledgement, but the peer's host says what it has taken.
+/// A WRITE of 1 MiB over UC, which is 1,024 packets. The sender gets no acknowledgement, but the peer's host reports
+/// the packets that it has taken.
 fn write_much(net: &mut Net) -> u64 {
     let sge = net.ends[0].sge(0, 1 << 20);
     let write = net.remote(WrOpcode::Write, 1, 0);
@@ -453,7 +455,7 @@ fn an_unreliable_sender_waits_until_the_peers_host_has_taken_its_window() {
     assert_eq!(receiver.rcvd_pkts, sender.sent_pkts);
     // One answer stands for all packets that came together, and the widest window is 512 packets.
     assert!(receiver.sent_pkts >= sender.sent_pkts / 512, "the receiver's host has said what it has taken");
-    // Now it takes nothing any more. The sender learns that by and by, and floods nobody meanwhile.
+    // Now the host takes nothing any more. The sender learns that gradually, and floods nobody meanwhile.
     net.faults.loss = 1000;
     let sge = net.ends[0].sge(0, 1 << 20);
     let write = net.remote(WrOpcode::Write, 2, 0);

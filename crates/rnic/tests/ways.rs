@@ -14,7 +14,7 @@ fn a_program_sees_the_same_on_one_host_and_on_two() {
         println!("cargo xtask sim --differ --seed {seed} --seeds 1 --steps 8");
         all.add(&differ::run(seed, 8));
     }
-    // Every operation was done, and all went wrong that can.
+    // Every operation was done, and every error has occurred.
     use WcOpcode::*;
     let done = [Send, Write, Read, CmpSwap, FetchAdd, BindMw, LocalInv, Flush, AtomicWrite, Recv, RecvWriteImm];
     let done = done.map(|op| (Some(op as u8), WcStatus::Success as u8));
@@ -42,15 +42,15 @@ fn each(typ: QpType) -> [(String, Net); 2] {
     })
 }
 
-/// An MR of the first `len` bytes of end 1's memory: its key.
+/// An MR of the first `len` bytes of end 1's memory. Returns its key.
 fn region(net: &mut Net, flags: u32, len: u64) -> u32 {
     let e = &net.ends[1];
     let (session, pd, backing) = (e.session, e.pd, e.backing());
     net.rnic(1).reg_mr(session, pd, flags, IOVA, len, (backing, vec![9])).unwrap().1
 }
 
-/// Of a receive only the bytes that a message fills are looked up: an SGE that it does not reach may name anything (IBTA vol. 1,
-/// 9.7.4.1.6, is about what the responder stores).
+/// Only those bytes of a receive are looked up that a message fills: an SGE that it does not reach may name anything
+/// (IBTA vol. 1, 9.7.4.1.6, is about the bytes that the responder stores).
 #[test]
 fn what_no_message_reaches_of_a_receive_needs_no_grant() {
     let sge = |lkey, length| abi::Sge { addr: IOVA, length, lkey };
@@ -98,7 +98,7 @@ fn events(net: &mut Net) -> Vec<AsyncEvent> {
     all.iter().filter_map(|o| if let Output::Async { kind, .. } = o { Some(*kind) } else { None }).collect()
 }
 
-/// The first message establishes a connection whatever comes of it (IBTA vol. 1, 11.6.3.1).
+/// The first message establishes a connection even if it is refused (IBTA vol. 1, 11.6.3.1).
 #[test]
 fn a_message_that_is_refused_establishes_a_connection() {
     for (place, mut net) in each(QpType::Rc) {
@@ -112,7 +112,7 @@ fn a_message_that_is_refused_establishes_a_connection() {
     }
 }
 
-/// Messages that an unreliable responder drops take their PSNs as others do.
+/// Messages that an unreliable responder drops use their PSNs like others.
 #[test]
 fn what_is_dropped_takes_its_psns() {
     for (place, mut net) in each(QpType::Uc) {
@@ -146,8 +146,8 @@ fn a_malformed_receive_fails_a_write_with_immediate_data() {
     }
 }
 
-/// Of a message that is too long for its receive, packets are stored until one finds no room. Memory that one before meets is looked up
-/// first.
+/// If a message is too long for its receive, packets are stored until one finds no room. The memory of an earlier
+/// packet is looked up first.
 #[test]
 fn the_first_packet_that_cannot_be_stored_says_why() {
     for (length, want) in [(1024, WcStatus::LocProtErr), (1023, WcStatus::LocLenErr)] {
@@ -176,8 +176,8 @@ fn an_atomic_counts_as_eight_bytes_that_came_in() {
     }
 }
 
-/// Datagrams wait for a receive, the receive cannot hold one, and the QP fails: what waited is dropped, and a receive that is posted
-/// later is flushed at once.
+/// Datagrams wait for a receive, the receive cannot hold one, and the QP fails. The waiting datagrams are dropped, and
+/// a later receive is flushed at once.
 #[test]
 fn a_datagram_qp_that_fails_drops_what_waits_and_flushes_what_comes() {
     for (place, mut net) in each(QpType::Ud) {

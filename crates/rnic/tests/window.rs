@@ -1,4 +1,5 @@
-//! Memory windows of both types, on one host and over the wire: what they grant, to whom, and until when.
+//! Memory windows of both types, on one host and over the wire: the access that they grant, to which QPs, and until
+//! when.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -41,14 +42,14 @@ fn bind(key: u32, lkey: u32, off: u64, len: u64, flags: u32) -> abi::SqWqe {
     }
 }
 
-/// Posts a request at an end; the status of its completion.
+/// Posts a request at an end. Returns the status of its completion.
 fn run(net: &mut Net, end: usize, w: abi::SqWqe, sges: &[abi::Sge]) -> u8 {
     net.ends[end].post(w, sges);
     net.run(SECOND);
     net.ends[end].done().status
 }
 
-/// A WRITE of end 0 by this key: its status.
+/// A WRITE of end 0 by this key. Returns its status.
 fn write(net: &mut Net, key: u32, addr: u64, len: u32) -> u8 {
     let sge = net.ends[0].sge(0, len);
     run(net, 0, abi::SqWqe { rkey: key, remote_addr: addr, ..wqe(WrOpcode::Write, 5) }, &[sge])
@@ -152,7 +153,7 @@ fn what_cannot_be_bound_says_so() {
     }
 }
 
-/// A SEND with invalidate that fails, here since it is too long for its receive, takes nothing back.
+/// A SEND with invalidate that fails, because it is too long for its receive, takes nothing back.
 #[test]
 fn a_message_that_fails_leaves_its_grant() {
     for (place, mut net) in each() {
@@ -213,7 +214,7 @@ fn grants_are_taken_back_locally_and_by_the_peer() {
     }
 }
 
-/// Bindings take their turn among other requests, and complete in order.
+/// Bindings are executed in their turn among other requests, and complete in order.
 #[test]
 fn requests_around_a_binding_keep_their_order() {
     for (place, mut net) in each() {
@@ -245,7 +246,7 @@ struct Copying {
 const LEN: u64 = 60 << 10;
 
 impl Copying {
-    /// Also gives the jobs that are to copy the bytes, which nobody has done yet.
+    /// Also returns the jobs that are to copy the bytes, which are not done yet.
     fn to_window(typ: u32) -> (Copying, [Box<Job>; 2]) {
         let mut p = Pair::new();
         let (mut c, d) = (End::new(&mut p.rnic, 0, 3), End::new(&mut p.rnic, 0, 4));
@@ -276,7 +277,7 @@ impl Copying {
     }
 }
 
-/// A request that takes back what a window of a type grants.
+/// A request that takes back the grant of a window of some type.
 type TakesBack = fn(&Copying) -> abi::SqWqe;
 
 const TAKE_BACK: [(u32, TakesBack); 3] = [
@@ -303,14 +304,14 @@ fn a_job_that_was_made_before_writes_nothing_to_a_window_that_is_taken_back() {
     }
 }
 
-/// As before, while another thread does the job: a request that finds it copying waits for the end of that.
+/// As before, while another thread does the job: a request that finds it copying waits for its end.
 #[test]
 fn a_job_that_copies_ends_before_its_window_is_taken_back() {
     for (typ, take_back) in TAKE_BACK {
         for turn in 0..60 {
             let (mut c, mut jobs) = Copying::to_window(typ);
             c.pair.b.post(take_back(&c), &[]);
-            // A job looks at the clock before it copies, and after it.
+            // A job reads the clock before and after the copy.
             let looks = AtomicU64::new(0);
             std::thread::scope(|s| {
                 let worker = s.spawn(|| {

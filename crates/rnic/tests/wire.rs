@@ -34,7 +34,7 @@ fn a_terrible_network_too() {
     }
 }
 
-/// Duplicates that the network makes must not count against what the requester may have outstanding.
+/// Duplicates that the network makes must not count against the limit of outstanding requests.
 #[test]
 fn a_network_that_sends_everything_twice_does_no_harm() {
     for seed in 200..215 {
@@ -90,7 +90,7 @@ fn nonsense_from_the_peer_costs_its_own_connection_only() {
         for e in &net.ends {
             assert_eq!(e.bytes(0, MR_BYTES), data, "seed {seed}");
         }
-        // Both ends start over.
+        // Both ends start again.
         for i in 0..2 {
             let (session, qpn) = (net.ends[i].session, net.ends[i].qpn);
             net.rnics[i].modify_qp(session, qpn, m::STATE, &abi::QpAttr::default()).unwrap();
@@ -184,7 +184,7 @@ fn the_last_message_is_acknowledged_before_its_qp_goes() {
     }
 }
 
-/// A sender that knows of no receive tries one message at a time, instead of a window full of them.
+/// A sender that has no credit tries one message at a time, instead of a window full of them.
 #[test]
 fn credits_keep_a_sender_from_sending_in_vain() {
     let mut net = Net::new(1, Faults::default(), |a| abi::QpAttr { rnr_retry: 7, ..a });
@@ -204,7 +204,7 @@ fn credits_keep_a_sender_from_sending_in_vain() {
         }
         assert_eq!(net.ends[0].poll().len(), 6);
     }
-    // Each of the refused tries was one packet or two, never the other messages behind it.
+    // Each of the refused tries was one packet or two, never also the messages behind it.
     let c = net.counters(0).wire;
     assert!(c.retransmitted_pkts <= 3 * c.rcvd_rnr_err, "{c:?}");
 }
@@ -298,7 +298,7 @@ fn forged_packets_change_nothing() {
         b.truncate(n + 4);
         b
     };
-    // Another host; no such QP; a foreign P_Key; garbage.
+    // A packet from another host, to an unknown QP, with a foreign P_Key, and garbage.
     net.rnics[1].handle_packet(0, &arrival(IpAddr::from([192, 168, 0, 9])), &bytes(&p));
     net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes(&Packet { dest_qp: p.dest_qp ^ 1, ..p }));
     net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes(&Packet { pkey: 0x1234, ..p }));
@@ -309,7 +309,7 @@ fn forged_packets_change_nothing() {
     assert_eq!(net.ends[1].bytes(0, 64), [7; 64]);
 }
 
-/// Messages of connection management that are for nobody are counted by what they are.
+/// Messages of connection management that belong to no connection are counted by their kind.
 #[test]
 fn messages_for_no_connection_are_counted() {
     let mut net = Net::new(3, Faults::default(), |a| a);

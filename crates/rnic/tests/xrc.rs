@@ -1,5 +1,5 @@
-//! Extended reliable connections, on one host and over the wire: each message goes to the shared receive queue that it names, of
-//! whichever program.
+//! Extended reliable connections, on one host and over the wire: each message goes to the shared receive queue that it
+//! names, of any program.
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
@@ -81,7 +81,7 @@ fn memory_is_that_of_the_queues_program() {
         assert_eq!(x.net.ends[0].bytes(0, 3000), [7; 3000], "{place}");
         let add = abi::SqWqe { opcode: WrOpcode::FetchAdd as u8, compare_add: 1, ..write(key) };
         assert_eq!(x.post(add, b, 8), WcStatus::Success as u8, "{place}");
-        // The other program's key is none of this queue's.
+        // The other program's key is not valid for this queue's memory.
         assert_eq!(x.post(write(key), a, 100), WcStatus::RemAccessErr as u8, "{place}");
     }
 }
@@ -116,7 +116,7 @@ fn what_is_in_use_stays() {
     assert_eq!(x.post(wqe(WrOpcode::Send, 1), x.b.number, 10), WcStatus::RetryExcErr as u8);
 }
 
-/// A message that goes into a receive of a queue holds the queue, and so its CQ, until it is there.
+/// A queue with a receive that a message is being written to stays, and so does its CQ, until the message is complete.
 #[test]
 fn a_queue_that_a_message_goes_into_stays() {
     for (place, mut x) in each() {
@@ -138,8 +138,8 @@ fn a_queue_that_a_message_goes_into_stays() {
     }
 }
 
-/// A target has sent its messages to a CQ that is gone. However many CQs are made afterwards, none of them gets what the target
-/// completes then.
+/// A target has sent its messages to a CQ that was destroyed. Whatever number of CQs is made afterwards, none of them
+/// gets the completions of the target.
 #[test]
 fn completions_for_a_cq_that_is_gone_reach_nobody() {
     let (_, mut x) = each().into_iter().next().unwrap();
@@ -183,7 +183,7 @@ fn completions_for_a_cq_that_is_gone_reach_nobody() {
     let rnic = &mut x.net.rnics[0];
     rnic.destroy_srq(s, srq).unwrap();
     rnic.destroy_cq(s, cq).unwrap();
-    // The victim makes CQs in the place of that one, as many as 12 bits tell apart.
+    // The victim makes CQs in its place, as many as 12 bits can distinguish.
     let victim = x.other.session;
     let mut last: Option<(u32, CqTail)> = None;
     for _ in 0..4096 {
