@@ -34,8 +34,8 @@ pub enum Room {
     None,
 }
 
-/// The account of pages that are made in the holes of a mapping's files. Its methods are called in a signal handler: they
-/// use atomics only.
+/// The account of pages that are made in the holes of a mapping's files. Its methods are called in a signal handler:
+/// they use atomics only.
 pub trait Account: Send + Sync {
     /// Counts `bytes`, if there is room.
     fn take(&self, bytes: u64) -> Room;

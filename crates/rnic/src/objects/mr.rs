@@ -122,7 +122,8 @@ impl Backing {
 
     /// Adds the other memory at the end of this one. The present memory is neither copied nor read.
     ///
-    /// # Errors `BadState` unless both are mapped here and have no other owner, `BadValue` if the sum is too long.
+    /// # Errors
+    /// `BadState` unless both are mapped here and have no other owner, `BadValue` if the sum is too long.
     /// Nothing is changed then.
     pub fn extend(&mut self, other: Backing) -> Result<(), Status> {
         let other = match other {

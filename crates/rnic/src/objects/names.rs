@@ -40,7 +40,8 @@ impl Objects {
 
     /// A new number for an object of session `s`.
     ///
-    /// # Errors `BadHandle` if the session is gone, `Exhausted` after at least 2^31 numbers.
+    /// # Errors
+    /// `BadHandle` if the session is gone, `Exhausted` after at least 2^31 numbers.
     pub fn new_number(&mut self, s: SessionId) -> Result<u32> {
         let session = self.sessions.get_mut(s.0).filter(|s| !s.gone).ok_or(Status::BadHandle)?;
         session.names.next().ok_or(Status::Exhausted)
