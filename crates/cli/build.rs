@@ -1,5 +1,5 @@
-//! Builds the library that stock QEMU needs preloaded (`guest/qemu/name.rs`), which `vm` embeds, and says in which order the functions that
-//! execute work requests lie in the program (`hot.txt`).
+//! Builds the library that stock QEMU needs preloaded (`guest/qemu/name.rs`), which `vm` embeds. Also tells the linker
+//! in which order to place the functions that execute work requests (`hot.txt`).
 
 use std::env;
 use std::path::Path;
@@ -34,8 +34,9 @@ fn main() {
     assert!(status.success(), "the library that names the device in QEMU could not be built");
 }
 
-/// Has the linker put the functions of [`ORDER`], and the constants of each, before all others. Release builds only: others are not for
-/// speed. A linker that was chosen by hand may not know scripts; GNU ld and LLD add this one to their own.
+/// Passes the linker a script that places the functions listed in [`ORDER`], and their constants, before all others.
+/// Only for release builds. Skipped if a linker was chosen by hand, because it may not know such scripts; GNU ld and
+/// LLD add this script to their own.
 fn order_functions() {
     println!("cargo::rerun-if-changed={ORDER}");
     let chosen = env::var("CARGO_ENCODED_RUSTFLAGS").is_ok_and(|f| f.contains("linker") || f.contains("fuse-ld"));

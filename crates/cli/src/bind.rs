@@ -1,8 +1,8 @@
-//! `--bind SRC[:DST][:ro]`: a directory or file that a container is given.
+//! `--bind SRC[:DST][:ro]`: gives a directory or file of the host to a container.
 
 use std::path::{Component, Path, PathBuf};
 
-/// What is given, and where.
+/// A parsed `--bind`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bind {
     pub source: PathBuf,
@@ -10,7 +10,7 @@ pub(crate) struct Bind {
     pub read_only: bool,
 }
 
-/// Places of a container that cannot be replaced.
+/// Paths of a container that cannot be replaced.
 const TAKEN: [&str; 4] = ["/", "/dev", "/proc", "/sys"];
 
 fn absolute(path: &str, what: &str) -> Result<PathBuf, String> {

@@ -30,21 +30,21 @@ pub(crate) struct CaptureArgs {
     /// Only packets from or to this vRNIC
     #[arg(long, value_name = "NAME")]
     vrnic: Option<String>,
-    /// End after so many packets
+    /// Stop after N packets
     #[arg(short, long, value_name = "N")]
     count: Option<u64>,
-    /// Keep so many bytes of each packet
+    /// Keep at most BYTES of each packet
     #[arg(short, long, value_name = "BYTES", default_value_t = 65_535, value_parser = clap::value_parser!(u32).range(64..=65_535))]
     snap: u32,
 }
 
 /// Longest message: a record's header and a packet.
 const MAX_MESSAGE: usize = RECORD_BYTES + 65_535;
-/// Wanted socket buffer, bytes.
+/// Requested socket buffer, bytes.
 const BUFFER: usize = 8 << 20;
-/// Time between two batches of packets.
+/// Pause between two batches of packets.
 const REST: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
-/// How much it gives way to what it watches.
+/// Nice value, so that a capture gives way to the programs that it watches.
 const NICE: i32 = 10;
 
 enum Output {
@@ -81,7 +81,7 @@ impl Output {
     }
 }
 
-/// A packet in one line.
+/// One line of text for a packet.
 fn line(record: &[u8]) -> String {
     let word = |at: usize| record.get(at..at + 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
     let (seconds, ns, all) = (word(0), word(4), word(12));
@@ -143,12 +143,12 @@ pub(crate) fn run(dir: &Path, args: &CaptureArgs) -> io::Result<()> {
                 packets += 1;
             }
             out.flush()?;
-            // Packets come in batches. Whoever waits for each one takes a core from others as often.
+            // Reads packets in batches: a wake-up for each packet would take a core from other programs each time.
             let _ = poll(&mut [PollFd::new(&stop, PollFlags::IN)], Some(&REST));
         }
         Ok(())
     })();
-    // A reader that has seen enough ends a capture as Ctrl-C does.
+    // A reader that has closed the pipe ends a capture as Ctrl-C does.
     if !matches!(&written, Err(e) if e.kind() == io::ErrorKind::BrokenPipe) {
         written?;
     }

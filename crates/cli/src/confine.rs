@@ -1,5 +1,5 @@
-//! What a command in a container cannot do, whatever its namespaces: gain privileges by a setuid program, type into the
-//! terminal that it was started from, use keys and descriptors of its starter.
+//! Restrictions on a command in a container that namespaces do not impose: it cannot gain privileges by a setuid
+//! program, type into the terminal that it was started from, or use keys and descriptors of its starter.
 
 use std::io;
 
@@ -34,10 +34,10 @@ fn filter() -> [libc::sock_filter; 13] {
         op(LOAD, NUMBER, 0, 0),
         op(AT_LEAST, X32, 7, 0),
         op(EQUAL, libc::SYS_ioctl as u32, 2, 5),
-        // Of another architecture.
+        // A call of another architecture.
         op(LOAD, NUMBER, 0, 0),
         op(EQUAL, COMPAT_IOCTL, 0, 3),
-        // An ioctl.
+        // Any ioctl.
         op(LOAD, REQUEST, 0, 0),
         op(EQUAL, TYPING[0], 3, 0),
         op(EQUAL, TYPING[1], 2, 0),
@@ -61,7 +61,7 @@ fn refuse_typing() -> io::Result<()> {
 /// Confines this process and all that it starts.
 ///
 /// # Errors
-/// What the kernel refuses.
+/// The kernel refuses `no_new_privs` or the filter.
 pub(crate) fn confine() -> io::Result<()> {
     rustix::thread::set_no_new_privs(true)?;
     refuse_typing()?;
@@ -80,7 +80,7 @@ pub(crate) fn close_descriptors(on_exec: bool) -> io::Result<()> {
     if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A directory as standard input, output or error would lead out of the container.
+/// Refuses a directory as standard input, output or error: the command could leave its container by it.
 pub(crate) fn check_standard_descriptors() -> io::Result<()> {
     for (fd, name) in
         [(rustix::stdio::stdin(), "input"), (rustix::stdio::stdout(), "output"), (rustix::stdio::stderr(), "error")]

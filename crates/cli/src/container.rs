@@ -1,7 +1,7 @@
-//! `unirdma run`: a container of one process tree, and the vRNIC that it has. This is the part outside of it.
+//! `unirdma run`: a container of one process tree with a vRNIC. This is the part outside of the container.
 //!
-//! The parent holds the connection that keeps the interface attached, does what takes somebody outside of the container, passes
-//! signals on, and ends with the command's exit code. `sandbox` is the child's part.
+//! The parent holds the connection that keeps the interface attached, takes the steps that need a process outside of
+//! the container, passes signals on, and ends with the command's exit code. `sandbox` is the child's part.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -51,7 +51,8 @@ pub(crate) struct RunArgs {
     /// How the home directory shows
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Show::Ro)]
     home: Show,
-    /// Say on standard error who the user inside is outside, and what rights it has in the directories that it is given
+    /// Print on standard error which user the inside user is outside, and what rights it has in the directories that it
+    /// is given
     #[arg(long)]
     explain: bool,
     /// The command and its arguments
@@ -120,8 +121,10 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
-            // Who runs the next container at once finds the vRNIC free. A virtual layer that is gone has no container left.
-            // The frames that the container sent last are passed on, for which its network must be there still.
+            // Frees the vRNIC before this command ends, so that the next container can have it at once. An error is
+            // ignored: a virtual layer that is gone has no container left. The virtual layer still passes on the last
+            // frames that the container sent, which needs the container's network; so the network is dropped
+            // afterwards.
             let _ = client.ask(&Request::Detach, None);
             drop(network);
             Ok(code)
@@ -134,8 +137,8 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     }
 }
 
-/// Makes the container's first process, with the rights of this user or, where those do not suffice, with those that it has in
-/// a user namespace of its own (true).
+/// Forks the container's first process. It has the rights of this user (false) or, if those do not suffice, its rights
+/// in a user namespace of its own (true).
 fn fork() -> io::Result<(Option<i32>, bool)> {
     match process::fork(OUTER) {
         Ok(pid) => Ok((pid, false)),
@@ -148,8 +151,8 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
     }
 }
 
-/// Steps that take a party outside of the new namespaces; what keeps the container's network there, if it has one. Returns early if the child has
-/// failed, and has said why.
+/// Takes the steps that need a process outside of the new namespaces. Returns a descriptor that keeps the container's
+/// network alive, if it has one of its own. Returns early if the child has failed; it has printed why.
 fn serve(
     client: &mut Client,
     args: &RunArgs,
@@ -181,7 +184,8 @@ fn serve(
     Ok(came.next())
 }
 
-/// Ids in the user namespace in which the container is built are the same as here: root has all, an ordinary user its own.
+/// Maps ids of the user namespace in which the container is built to the same ids here: all ids for root, only its own
+/// for an ordinary user.
 fn map_ids(pid: i32) -> io::Result<()> {
     let write = |file: &str, text: String| {
         let path = format!("/proc/{pid}/{file}");

@@ -1,5 +1,5 @@
-//! The files by which programs find RDMA devices, made up for a container: `/sys/class/infiniband` and what leads there.
-//! The host's own devices are not there.
+//! Makes the files by which programs find RDMA devices for a container: `/sys/class/infiniband` and the links to it.
+//! The host's own devices do not appear.
 
 use std::fs;
 use std::io;
@@ -14,17 +14,18 @@ use crate::mounts::context;
 
 const DEVICE: &str = "unirdma0";
 
-/// Entries of the GID table that are shown at least, as `ibv_query_port` says.
+/// Least number of entries of the GID table, as `ibv_query_port` reports it.
 const MIN_GIDS: usize = 16;
 
-/// Puts the files over this mount namespace's `/sys/class`. `staging`: a directory that something else is mounted on later.
-/// `own_net`: the container will have an `eth0` with the vRNIC's addresses; else it sees the host's interfaces.
+/// Mounts the files over `/sys/class` of this mount namespace. `staging`: a directory on which something else is
+/// mounted later. `own_net`: the container will have an `eth0` with the vRNIC's addresses; otherwise it sees the host's
+/// interfaces.
 pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> {
     let none: Option<&std::ffi::CStr> = None;
     rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
         .map_err(context("cannot mount tmpfs"))?;
     let made = class_files(&staging.join("class"), info, own_net);
-    // What was mounted from it stays.
+    // Mounts of its subdirectories stay.
     let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
     made.and(gone)
 }
@@ -68,7 +69,7 @@ fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> 
         .iter()
         .map(|gid| gid.parse().map_err(|_| io::Error::other(format!("the virtual layer gave the GID `{gid}`"))));
     let addresses: Vec<Ipv6Addr> = addresses.collect::<io::Result<_>>()?;
-    // As with a real device, all GIDs are of one interface.
+    // All GIDs belong to one interface, as with a real device.
     let net = match own_net {
         true => Some("eth0".to_string()),
         false => addresses.iter().find_map(|&a| interface_of(a)),
@@ -93,12 +94,12 @@ fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> 
     ] {
         put(port.join(name), text)?;
     }
-    // Programs count on the directory even where no interface has the addresses.
+    // Programs rely on the directory even if no interface has the addresses.
     fs::create_dir_all(port.join("gid_attrs/ndevs"))?;
     for i in 0..addresses.len().next_power_of_two().max(MIN_GIDS) {
         let gid = addresses.get(i).copied().unwrap_or(Ipv6Addr::UNSPECIFIED);
         put(port.join(format!("gids/{i}")), &groups(&gid.octets()))?;
-        // The kernel's files of empty entries cannot be read.
+        // The kernel's files of empty entries cannot be read, so there are none here.
         if !gid.is_unspecified() {
             put(port.join(format!("gid_attrs/types/{i}")), "RoCE v2")?;
             if let Some(net) = &net {
@@ -106,18 +107,18 @@ fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> 
             }
         }
     }
-    // As the links of the kernel's tree lead on: scripts go from one class to the other by them.
+    // A link as in the kernel's tree. Scripts use it to get from one class to the other.
     fs::create_dir(device.join("device/infiniband"))?;
     symlink(format!("../../../{DEVICE}"), device.join("device/infiniband").join(DEVICE))?;
     let verbs = class.join("infiniband_verbs");
     put(verbs.join("abi_version"), "6")?;
     put(verbs.join("uverbs0/ibdev"), DEVICE)?;
     put(verbs.join("uverbs0/abi_version"), "1")?;
-    // The numbers of /dev/null, which is mounted there.
+    // The device number of /dev/null, which is mounted there.
     put(verbs.join("uverbs0/dev"), "1:3")?;
     symlink(format!("../../infiniband/{DEVICE}/device"), verbs.join("uverbs0/device"))?;
     overlay(class)?;
-    // Devices of the host do not show through.
+    // Hides the host's devices, which the overlay still shows.
     for name in ["infiniband", "infiniband_verbs"] {
         let to = Path::new("/sys/class").join(name);
         rustix::mount::mount_bind(class.join(name), to).map_err(context("cannot mount on /sys/class"))?;
@@ -125,7 +126,7 @@ fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> 
     Ok(())
 }
 
-/// Puts `class` over `/sys/class`: no directory can be made there.
+/// Mounts `class` as an overlay over `/sys/class`, in which no directory can be made.
 fn overlay(class: &Path) -> io::Result<()> {
     let mut layers = b"lowerdir=".to_vec();
     layers.extend_from_slice(class.as_os_str().as_encoded_bytes());
@@ -137,7 +138,7 @@ fn overlay(class: &Path) -> io::Result<()> {
         .map_err(context("cannot mount on /sys/class"))
 }
 
-/// All processors, as the kernel writes a set of them.
+/// The set of all processors, in the kernel's notation.
 fn cpu_mask() -> String {
     let n = std::thread::available_parallelism().map_or(1, usize::from);
     let word = |bits: usize| if bits >= 32 { u32::MAX } else { (1 << bits) - 1 };

@@ -1,4 +1,4 @@
-//! `unirdma exec`: a further command in the container that a vRNIC has.
+//! `unirdma exec`: runs another command in a vRNIC's container.
 
 use std::ffi::OsString;
 use std::io;
@@ -34,8 +34,8 @@ pub(crate) struct ExecArgs {
     command: Vec<OsString>,
 }
 
-/// The first process of the vRNIC's container. A PID may come to belong to another process, a pidfd does not: it is right if
-/// the virtual layer says after it was opened that the container still has that PID.
+/// The first process of the vRNIC's container. A PID may be reused, a pidfd is not: the pidfd is right if the virtual
+/// layer still reports the same PID after the pidfd was opened.
 fn first_process(client: &mut Client, name: &str) -> io::Result<(OwnedFd, String)> {
     for _ in 0..10 {
         let info = show(client, name)?;
@@ -59,10 +59,10 @@ pub(crate) fn exec(dir: &Path, args: &ExecArgs) -> io::Result<u8> {
     let working = std::env::current_dir().ok();
     let foreground = Foreground::now();
     ids::leave_groups();
-    // Root inside may do to processes of its user namespace what it likes, and the child below is still root outside when it
-    // joins it.
+    // Root of the container may do anything to processes of its user namespace, and the child below is still root
+    // outside when it joins that namespace.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    // All at once: the rights to enter each come from the ones before and after it.
+    // All at once: the right to enter each namespace depends on the others.
     let spaces = ThreadNameSpaceType::USER
         | ThreadNameSpaceType::MOUNT
         | ThreadNameSpaceType::PROCESS_ID

@@ -1,5 +1,5 @@
-//! A directory that a container must not see as it is, such as the virtual layer's, which has the sockets of the administration and of
-//! all vRNICs: where it could show.
+//! A directory that a container must not see as it is, and the places where it could show. Such a directory is the
+//! virtual layer's, which has the sockets of the administration and of all vRNICs.
 
 use std::ffi::OsStr;
 use std::io;
@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// A path as /proc/self/mountinfo writes it: with `\040` for a space, and so on.
+/// Decodes a path of /proc/self/mountinfo, which writes `\040` for a space, and so on.
 fn unescape(text: &str) -> PathBuf {
     let (bytes, mut out, mut i) = (text.as_bytes(), Vec::new(), 0);
     while i < bytes.len() {
@@ -26,7 +26,7 @@ fn unescape(text: &str) -> PathBuf {
     PathBuf::from(OsStr::from_bytes(&out))
 }
 
-/// Which directory of its file system each mount shows, and where.
+/// For each mount, the directory of its file system that it shows, and its mount point.
 fn mounts(mountinfo: &str) -> impl Iterator<Item = (PathBuf, PathBuf)> + '_ {
     mountinfo.lines().filter_map(|l| {
         let mut words = l.split(' ').skip(3);
@@ -34,19 +34,19 @@ fn mounts(mountinfo: &str) -> impl Iterator<Item = (PathBuf, PathBuf)> + '_ {
     })
 }
 
-/// Where a path is within its file system.
+/// The path of `path` within its file system.
 fn within_its_file_system(mountinfo: &str, path: &Path) -> PathBuf {
     let below =
         mounts(mountinfo).filter_map(|(root, at)| Some((at.as_os_str().len(), root.join(path.strip_prefix(at).ok()?))));
-    // Of two at one place the later one shows.
+    // Of two mounts at one place, the later one shows.
     below.max_by_key(|b| b.0).map_or_else(|| path.to_path_buf(), |b| b.1)
 }
 
-/// A directory that a container must not see as it is, whatever directories it is given and by whatever paths.
+/// A directory that a container must not see as it is, by whatever path it would show.
 pub(crate) struct Hidden {
     device: u64,
     inode: u64,
-    /// Within its file system.
+    /// Path within its file system.
     path: PathBuf,
 }
 
@@ -59,12 +59,13 @@ impl Hidden {
         Ok(Hidden { device: meta.dev(), inode: meta.ino(), path })
     }
 
-    /// True if it is this one.
+    /// True if `found` is this directory.
     pub fn is(&self, found: &rustix::fs::Stat) -> bool {
         (found.st_dev, found.st_ino) == (self.device, self.inode)
     }
 
-    /// Where it is below `at`, if the mounts have nothing else mounted on it there: paths from `at` on.
+    /// Places below `at` where mounts show this directory, unless something else is mounted on it there. Paths are
+    /// relative to `at`.
     pub fn places(&self, mountinfo: &str, at: &Path) -> Vec<PathBuf> {
         let place = |(shown, mount): (PathBuf, PathBuf)| {
             let (inside, rest) = (mount.strip_prefix(at).ok()?, self.path.strip_prefix(shown).ok()?);

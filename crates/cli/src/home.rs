@@ -1,7 +1,8 @@
-//! What of the user's home directory a container shows.
+//! The part of the user's home directory that a container shows.
 //!
-//! What the user's next shell, ssh, cron, git or our own command line reads must be neither readable nor writable inside. It lies
-//! below names of the home directory that begin with a dot, and in the directories that XDG variables name in their place.
+//! Files that the user's next shell, ssh, cron, git or our own command line reads must be neither readable nor writable
+//! inside. They lie below names of the home directory that begin with a dot, and in the directories that XDG variables
+//! name in their place.
 
 use std::ffi::CStr;
 use std::io;
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use rustix::process::geteuid;
 
-/// `--home`: how the home directory shows.
+/// `--home`: how a container shows the home directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Show {
     /// As it is, to read and to write, keys and tokens included: the command can change what your next shell runs
@@ -23,26 +24,26 @@ pub(crate) enum Show {
     None,
 }
 
-/// What shows all the same of names that begin with a dot: programs that users install for themselves.
+/// Names that show although they begin with a dot: programs that users install for themselves.
 pub(crate) const PROGRAMS: [&str; 4] = [".local/bin", ".local/lib", ".cargo/bin", ".rustup"];
-/// Directories that programs write to without being asked: empty, and the container's own.
+/// Directories to which programs write without being asked. The container has its own, which are empty.
 pub(crate) const PRIVATE: [&str; 4] = [".cache", ".config", ".local/share", ".local/state"];
-/// The variables that name others in the place of [`PRIVATE`].
+/// Variables that name other directories in the place of [`PRIVATE`].
 const PRIVATE_VARIABLES: [&str; 4] = ["XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"];
 
-/// Home directories that accounts of services have: the container has its own there.
+/// Home directories of service accounts. A container has its own directories at these paths.
 const NO_HOME: [&str; 4] = ["/", "/tmp", "/var/tmp", "/run"];
 const NO_HOME_WITHIN: [&str; 3] = ["/dev", "/proc", "/sys"];
 
-/// A directory that a container shows otherwise than it is, wherever it would show.
+/// A directory that a container does not show as it is, wherever it would show.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Home {
     /// Without symbolic links.
     pub path: PathBuf,
     pub show: Show,
-    /// It belongs to this user.
+    /// True if it belongs to this user.
     pub own: bool,
-    /// It is none, but a directory that a variable names in the place of one of [`PRIVATE`].
+    /// True if it is not a home directory, but a directory that a variable names in the place of one of [`PRIVATE`].
     pub by_variable: bool,
 }
 
@@ -50,7 +51,7 @@ impl Home {
     fn at(path: PathBuf, show: Show) -> Option<Home> {
         let path = std::fs::canonicalize(path).ok()?;
         let meta = std::fs::metadata(&path).ok().filter(std::fs::Metadata::is_dir)?;
-        // So are programs of the system, which everybody may read.
+        // Programs of the system, which everybody may read, are not a home directory either.
         let is_none = NO_HOME.iter().any(|n| path == Path::new(n))
             || NO_HOME_WITHIN.iter().any(|n| path.starts_with(n))
             || path.starts_with("/usr") && meta.uid() == 0;
@@ -58,11 +59,12 @@ impl Home {
     }
 }
 
-/// The directories that a container shows otherwise than they are, each after those that it lies in: what HOME names, which
-/// shows as `show` says; the home directory of the user's account; and directories that XDG variables name.
+/// The directories that a container does not show as they are; each comes after the directories that contain it. They
+/// are the directory that HOME names, which shows as `show` says; the home directory of the user's account; and
+/// directories that XDG variables name.
 ///
 /// # Errors
-/// The home directory is not this user's to give.
+/// `show` is `Rw`, and the directory that HOME names does not belong to this user.
 pub(crate) fn all(show: Show) -> io::Result<Vec<Home>> {
     let named = std::env::var_os("HOME").filter(|h| !h.is_empty()).map(PathBuf::from).or_else(of_account);
     let mut homes: Vec<Home> = named.and_then(|path| Home::at(path, show)).into_iter().collect();
@@ -70,7 +72,7 @@ pub(crate) fn all(show: Show) -> io::Result<Vec<Home>> {
         let text = "--home rw: HOME names no directory that belongs to this user and could be given";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
-    // That one is given by its name only, not because it is the account's.
+    // `--home rw` gives only the directory that HOME names, not the account's.
     let others = if show == Show::Rw { Show::Ro } else { show };
     homes.extend(
         of_account().and_then(|path| Home::at(path, others)).filter(|h| homes.iter().all(|o| o.path != h.path)),
@@ -103,13 +105,13 @@ fn of_account() -> Option<PathBuf> {
     Some(PathBuf::from(std::ffi::OsStr::from_bytes(dir.to_bytes())))
 }
 
-/// Our own secrets among the variables.
+/// Variables with our own secrets.
 const SECRET_VARIABLES: [&CStr; 2] = [c"UNIRDMA_TOKEN", c"UNIRDMA_JOIN"];
 
-/// Takes the fleet's tokens out of the environment, also out of the memory that `/proc/PID/environ` shows.
+/// Removes the fleet's tokens from the environment, and from the memory that `/proc/PID/environ` shows.
 pub(crate) fn forget_tokens() {
     for name in SECRET_VARIABLES {
-        // SAFETY: this program has one thread. The string of the variable may be written to as far as it reaches.
+        // SAFETY: this program has one thread. The variable's string may be overwritten up to its end.
         unsafe {
             let value = libc::getenv(name.as_ptr());
             if !value.is_null() {

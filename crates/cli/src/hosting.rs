@@ -54,14 +54,14 @@ pub(crate) struct HostArgs {
     /// Serve other hosts too: the file that says which virtual addresses live where, read again when it changes
     #[arg(long, value_name = "FILE", requires = "address", group = "others")]
     peers: Option<PathBuf>,
-    /// Be a host of the fleet of this control centre, which says what vRNICs this host has and where those of other hosts are. Several
-    /// centres of the fleet with commas between them: if one is away the next one is asked
+    /// Join the fleet of this control centre, which says what vRNICs this host has and where the vRNICs of other hosts
+    /// are. Several centres of the fleet with commas between them: if one is away the next one is asked
     #[arg(long, value_name = "https://ADDR:PORT[,...]", requires = "address", group = "others")]
     centre: Option<String>,
     /// The token by which this host joins the fleet; it is needed once
     #[arg(long, value_name = "TOKEN", requires = "centre", env = "UNIRDMA_JOIN", hide_env_values = true)]
     join: Option<String>,
-    /// This host's name in the fleet [default: that of the machine]
+    /// This host's name in the fleet [default: the machine's name]
     #[arg(long, value_name = "HOST", requires = "centre")]
     name: Option<String>,
     /// Where this host keeps its key, its certificate and what the control centre has said [default: /var/lib/unirdma for root, else
@@ -74,7 +74,7 @@ pub(crate) struct HostArgs {
     /// Largest path MTU to other hosts, in bytes: 256, 512, 1024, 2048 or 4096 [default: what the interface takes]
     #[arg(long, value_name = "BYTES", requires = "others", value_parser = ["256", "512", "1024", "2048", "4096"])]
     mtu: Option<String>,
-    /// What connections do about congestion: heed losses and ECN marks as DCQCN does, or nothing
+    /// Congestion control of connections: slow down after losses and ECN marks as DCQCN does, or never
     #[arg(long, value_name = "HOW", requires = "others", default_value = "dcqcn", value_parser = ["dcqcn", "off"])]
     congestion_control: String,
     /// Check the invariant CRC of plain devices' IPv4 packets with their IP headers, all 32 bits of it, not 16; slower, and only
@@ -89,7 +89,8 @@ pub(crate) struct HostArgs {
     /// nobody]
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
-    /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Whoever can connect reads the names of groups and vRNICs and what they do
+    /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Anyone who can connect can read the names and the
+    /// activity of groups and vRNICs
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
     /// Most vRNICs that have metrics of their own, up to 20,000; all are in the sums of their groups
@@ -117,14 +118,15 @@ fn parse_pollers(text: &str) -> Result<(usize, usize), String> {
     }
 }
 
-/// A descriptor that is readable once the process was asked to end. Threads started later inherit the
-/// mask, so the signals reach nobody else. SIGHUP is none if it was ignored before, as by `nohup`.
+/// Blocks the signals that ask the process to end, and returns a descriptor that is readable once one has come. Threads
+/// started later inherit the mask, so no thread gets the signals. SIGHUP is not among them if it was ignored before, as
+/// by `nohup`.
 pub(crate) fn termination() -> io::Result<OwnedFd> {
     let all = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
     signals(if process::is_ignored(libc::SIGHUP) { &all[..2] } else { &all })
 }
 
-/// A descriptor from which these signals are read, which do nothing else any more.
+/// Blocks these signals, and returns a descriptor from which they are read.
 pub(crate) fn signals(which: &[libc::c_int]) -> io::Result<OwnedFd> {
     // SAFETY: the set is initialized by sigemptyset; signalfd returns a descriptor that nobody else owns.
     unsafe {
@@ -139,7 +141,7 @@ pub(crate) fn signals(which: &[libc::c_int]) -> io::Result<OwnedFd> {
     }
 }
 
-/// Says which signal has ended this program, and whose it was. `signals`: what [`termination`] gave.
+/// Prints which signal has ended this program, and its sender. `signals`: the descriptor that [`termination`] returned.
 pub(crate) fn say_who_ended_it(signals: BorrowedFd<'_>) {
     const SIZE: usize = size_of::<libc::signalfd_siginfo>();
     let mut bytes = [0; SIZE];
@@ -214,16 +216,16 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     serve(&config, stop.as_fd(), ready, || say_who_ended_it(stop.as_fd()))
 }
 
-/// Logs to standard error: warnings and errors, or what UNIRDMA_LOG says.
+/// Logs to standard error: warnings and errors, or as UNIRDMA_LOG says.
 pub(crate) fn log_to_stderr() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
 }
 
-/// The socket that is our standard input, where the supervisor comes.
+/// The listening socket that is our standard input. The supervisor connects to it.
 fn door() -> io::Result<UnixListener> {
     log_to_stderr();
-    // As other programs of ours in lists of processes, which would show `exe`.
+    // The name that our other programs have in lists of processes, which would otherwise show `exe`.
     let _ = rustix::thread::set_name(c"unirdma");
     let door = io::stdin().as_fd().try_clone_to_owned()?;
     if !rustix::net::sockopt::socket_acceptconn(&door).unwrap_or(false) {
@@ -233,12 +235,12 @@ fn door() -> io::Result<UnixListener> {
     Ok(door.into())
 }
 
-/// Serves the vRNICs of a group, whose name is an argument so that lists of processes show it.
+/// Serves the vRNICs of a group. The group's name is an argument so that lists of processes show it.
 pub(crate) fn worker() -> io::Result<()> {
     work(door()?, Alone::Waits)
 }
 
-/// Keeps what the next supervisor must have.
+/// Keeps what the next supervisor needs.
 pub(crate) fn keeper() -> io::Result<()> {
     keep(&door()?)
 }

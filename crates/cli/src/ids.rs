@@ -1,8 +1,8 @@
-//! Who the user of a container is outside of it.
+//! The ids that a container's user has outside of the container.
 //!
-//! Root inside must be nobody in particular outside: a file that belongs to root may be written by any process with root's user
-//! id, whatever capabilities that process lacks. So if root starts a container, its ids 0 to 65535 are a range that nobody
-//! else has. An ordinary user has no other id than its own.
+//! Root inside must not be root outside: a file that belongs to root may be written by any process with root's user id,
+//! whatever capabilities that process lacks. So if root starts a container, its ids 0 to 65535 are mapped to a range
+//! that nobody else has. A container of an ordinary user has only that user's id.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,17 +14,17 @@ use rustix::thread::UnshareFlags;
 
 use crate::process;
 
-/// How many ids a container of root has.
+/// Number of ids of a container that root starts.
 const COUNT: u32 = 65_536;
-/// The first of them, if /etc/subuid does not say another one: distributions give no ids from here on to anybody.
+/// First id of the range if /etc/subuid gives none. Distributions assign no ids from here on.
 const BASE: u32 = 0x7000_0000;
-/// The one id of a container of root where ids are so few that there is no such range, as in a container of other software.
+/// The only id of a container of root if there are too few ids for a range, as in a container of other software.
 const NOBODY: u32 = 65_534;
 
 /// The ids of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ids {
-    /// User and group id outside of the first user and group inside.
+    /// User and group id outside to which the first user and group inside are mapped.
     pub outside: (u32, u32),
     pub inside: (u32, u32),
     pub count: u32,
@@ -49,7 +49,7 @@ fn subordinate(file: &str) -> Option<u32> {
 }
 
 impl Ids {
-    /// True if the user inside is another one outside.
+    /// True if the ids inside differ from the ids outside.
     pub fn are_mapped(&self) -> bool {
         self.inside != self.outside
     }
@@ -71,10 +71,11 @@ impl Ids {
         found.map_or(own, |(outside, count)| Ids { outside, inside: (0, 0), count })
     }
 
-    /// A new user namespace with these ids, below this process's own. `proc`: a /proc of this process's PID namespace.
+    /// Makes a user namespace with these ids, below this process's own. `proc`: a /proc of this process's PID
+    /// namespace.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn namespace(&self, proc: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let (mut ours, mut theirs) = UnixStream::pair()?;
         let Some(pid) = process::fork(UnshareFlags::empty())? else {
@@ -115,7 +116,7 @@ impl Ids {
     /// Becomes the container's user, in its user namespace.
     ///
     /// # Errors
-    /// What the kernel refuses.
+    /// The kernel refuses.
     pub fn enter(&self, namespace: &OwnedFd) -> io::Result<()> {
         let kind = Some(rustix::thread::LinkNameSpaceType::User);
         rustix::thread::move_into_link_name_space(namespace.as_fd(), kind)?;
@@ -134,18 +135,18 @@ fn become_user((uid, gid): (u32, u32)) -> io::Result<()> {
     Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
 }
 
-/// Gives up the groups that would still count in a container of another user, if this is root.
+/// Gives up the groups that would still count in a container of another user, if this process is root's.
 pub(crate) fn leave_groups() {
     if geteuid().is_root() {
-        // In a user namespace without groups there are none to leave.
+        // An error means a user namespace without groups, which has none to give up.
         let _ = rustix::thread::set_thread_groups(&[]);
     }
 }
 
-/// Becomes the first user of the user namespace that this process is in: root, or the only one that there is.
+/// Becomes the first user of this process's user namespace: root, or the only user that is mapped.
 ///
 /// # Errors
-/// What the kernel refuses.
+/// The kernel refuses.
 pub(crate) fn become_first_user() -> io::Result<()> {
     let first = |file: &str| {
         let map = std::fs::read_to_string(file)?;

@@ -63,14 +63,14 @@ enum Command {
     /// Serve vRNICs on this host until interrupted
     #[command(after_help = hosting::EXAMPLES)]
     Host(hosting::HostArgs),
-    /// Serve the vRNICs of a group: what `unirdma host` starts. It starts it without these arguments being parsed, see `main`
+    /// Serve the vRNICs of a group. `unirdma host` starts it, without these arguments being parsed, see `main`
     #[command(hide = true)]
     Worker {
         /// The group, so that lists of processes show it
         #[arg(value_name = "GROUP")]
         _group: Option<String>,
     },
-    /// Keep what the next `unirdma host` needs if this one is killed: what `unirdma host` starts
+    /// Keep what the next `unirdma host` needs if this one is killed. `unirdma host` starts it
     #[command(hide = true)]
     Keeper,
     /// Make, list, show and remove vRNICs
@@ -83,7 +83,7 @@ enum Command {
         #[command(subcommand)]
         command: GroupCommand,
     },
-    /// Show the rules by which vRNICs of different groups may talk to each other, or those of one group may not
+    /// Show the rules by which vRNICs of different groups may talk to each other, or vRNICs of one group may not
     Rule {
         #[command(subcommand)]
         command: RuleCommand,
@@ -99,7 +99,7 @@ enum Command {
     /// Run a command as a container that has one vRNIC
     #[command(after_help = container::EXAMPLES)]
     Run(container::RunArgs),
-    /// Run a further command in the container that a vRNIC has
+    /// Run another command in a vRNIC's container
     #[command(after_help = enter::EXAMPLES)]
     Exec(enter::ExecArgs),
     /// Start a virtual machine that has a vRNIC
@@ -110,10 +110,10 @@ enum Command {
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
     Capture(capture::CaptureArgs),
-    /// Show what vRNICs do at this moment: a table that goes on, or one for scripts
+    /// Show the present activity of vRNICs: a table that is refreshed, or one for scripts
     #[command(after_help = top::EXAMPLES)]
     Top(top::TopArgs),
-    /// Show the virtual layer itself: its processes, what they are kept from doing, its network
+    /// Show the virtual layer itself: its processes, their confinement, its network
     Status {
         #[command(flatten)]
         out: Out,
@@ -136,7 +136,7 @@ enum VrnicCommand {
         after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue\n  unirdma vrnic add r --ip 10.0.0.254 --allow-spoof    a router: its eth0 sends with the addresses of others\n\nWhat a container sends by eth0 must have addresses of its vRNIC; other frames are refused, and counted in `vrnic show`."
     )]
     Add(AddArgs),
-    /// Give a vRNIC another part of the virtual layer, or other rights, while its programs run
+    /// Change a vRNIC's weight, limits or permissions while its programs run
     #[command(
         after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC of its group with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses\n  unirdma vrnic set a --max-mappings 1000     its programs' memory takes at most 1,000 mappings of the virtual layer"
     )]
@@ -158,7 +158,7 @@ enum VrnicCommand {
         #[command(flatten)]
         out: Out,
     },
-    /// Show one vRNIC: addresses, objects, counters; or what starts a virtual machine with it
+    /// Show one vRNIC: addresses, objects, counters; or the arguments to start a virtual machine with it
     #[command(
         after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see README.md, Virtual machines.\nQEMU 11.1 and later have the device that this takes."
     )]
@@ -180,7 +180,7 @@ enum VrnicCommand {
     Link {
         /// Name of the vRNIC
         name: String,
-        /// What its link becomes
+        /// The new state of its link
         state: LinkState,
         #[command(flatten)]
         out: Out,
@@ -214,7 +214,8 @@ enum VrnicCommand {
 
 #[derive(Args)]
 struct ShareArgs {
-    /// Time of its group's worker, in relation to that of the group's other vRNICs, while they want it too [default: 100]
+    /// Share of its group's worker, relative to the weights of the group's other vRNICs, while they want it too
+    /// [default: 100]
     #[arg(long, value_name = "1-10000", value_parser = clap::value_parser!(u32).range(1..=i64::from(unirdma_host::MAX_WEIGHT)))]
     weight: Option<u32>,
     /// Most bits a second that its programs send, with K, M, G or T, as 2.5G or 100Mbit/s, or `none` [default: none]
@@ -291,8 +292,8 @@ impl AddArgs {
 
 #[derive(Args)]
 struct HeldArgs {
-    /// Most descriptors that its programs make their group's worker hold, or `none` [default: none, which is half of what the group's
-    /// other vRNICs leave, as below]
+    /// Most descriptors that its programs make their group's worker hold, or `none` [default: none, which means half of
+    /// what the group's other vRNICs leave, also for the limits below]
     #[arg(long, value_name = "N", value_parser = units::most)]
     max_descriptors: Option<u64>,
     /// Most mappings of memory files
@@ -378,7 +379,8 @@ enum GroupCommand {
     Add {
         /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
         name: String,
-        /// Share of the processors that its worker gets where they are scarce, 1 to 10,000, as `unirdma group ls` says whether it counts
+        /// Share of the processors that its worker gets where they are scarce, 1 to 10,000; `unirdma group ls` says
+        /// whether it has an effect
         #[arg(long, value_name = "W", default_value_t = 100)]
         weight: u32,
         /// File with a secret that all hosts of the group have: packets between them are encrypted, and others are dropped
@@ -403,7 +405,7 @@ enum GroupCommand {
         /// File with a new secret, which the hosts of the group may be given one after the other, or `none`
         #[arg(long, value_name = "FILE|none", conflicts_with = "forget_old")]
         secret: Option<PathBuf>,
-        /// Take no secret any more but the current one
+        /// Accept no secret but the current one any more
         #[arg(long)]
         forget_old: bool,
         #[command(flatten)]
@@ -427,7 +429,8 @@ fn main() -> ExitCode {
     if cfg!(panic = "unwind") {
         abort_on_panics();
     }
-    // What `unirdma host` starts needs no parser, which would leave all that `--help` can say in the memory of each worker.
+    // `unirdma host` starts these two. They use no parser, which would leave the text of `--help` in the memory of each
+    // worker.
     match std::env::args_os().nth(1).as_deref().and_then(OsStr::to_str) {
         Some("worker") => ended(hosting::worker().map(|()| 0)),
         Some("keeper") => ended(hosting::keeper().map(|()| 0)),
@@ -435,7 +438,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Ends the process when a thread panics, as release builds do: what that thread left half done is never served.
+/// Ends the process when a thread panics, as release builds do, so that nothing that the thread left half done is
+/// served.
 fn abort_on_panics() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -533,7 +537,7 @@ fn ask(dir: &std::path::Path, request: &Request, out: &Out) -> io::Result<u8> {
     ask_with(dir, request, None, out)
 }
 
-/// Asks with a descriptor.
+/// Sends a request with a descriptor, and prints the answer.
 fn ask_with(dir: &std::path::Path, request: &Request, fd: Option<BorrowedFd<'_>>, out: &Out) -> io::Result<u8> {
     let response: Response = Client::connect(dir)?.ask(request, fd)?;
     print::response(&response, out.json)?;
@@ -547,7 +551,7 @@ mod tests {
 
     #[test]
     fn each_command_has_one_meaning() {
-        // Among others that no name stands for two commands.
+        // Checks, among others, that no name stands for two commands.
         Cli::command().debug_assert();
         let secret =
             |args: &[&str]| Cli::try_parse_from([&["unirdma", "secret"], args].concat()).map(|cli| cli.command);

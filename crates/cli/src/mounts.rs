@@ -1,8 +1,9 @@
-//! What a container sees of the file system: a tree of mounts that is built from nothing.
+//! The file system of a container: a tree of mounts that is built from nothing.
 //!
-//! Copies of the host's mounts are made while they are still in sight, get their flags while they are nowhere, and are then put
-//! into a new root, which becomes the only one. No path leads out of it. Who enters a user namespace below this one and copies
-//! these mounts cannot take any of them away, nor change its flags.
+//! The host's mounts are copied while they are still visible. The copies get their flags while they are not attached
+//! anywhere, and are then put into a new root, which becomes the only one. No path leads out of it. A process that
+//! enters a user namespace below this one and copies these mounts can neither remove any of them nor change their
+//! flags.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -25,19 +26,19 @@ use crate::home::{self, Home, Show};
 use crate::ids::Ids;
 use crate::working::Working;
 
-/// Where programs find their vRNIC's socket, and our libraries.
+/// Directories in which programs find their vRNIC's socket, and our libraries.
 pub(crate) const VRNIC: &str = "/run/unirdma";
 pub(crate) const LIBRARIES: &str = "/run/unirdma-lib";
 
-/// What of the host's root directory is not shown as it is.
+/// Entries of the host's root directory that the container has its own of, or none.
 const OWN: [&str; 5] = ["proc", "dev", "tmp", "run", "lost+found"];
 /// Devices that everybody may use.
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
-/// Devices that only reach what a program has already: its memory, its network namespace, its mounts. If root makes a
+/// Devices that reach only what a program has already: its memory, its network namespace, its mounts. If root makes a
 /// container, its user may use them whatever the host's permissions say.
 const OPEN_DEVICES: [&str; 3] = ["userfaultfd", "net/tun", "fuse"];
 
-/// Adds what failed.
+/// Puts the step that failed before the error's text.
 pub(crate) fn context<E: Into<io::Error>>(what: impl std::fmt::Display) -> impl FnOnce(E) -> io::Error {
     move |e| {
         let e = e.into();
@@ -45,14 +46,14 @@ pub(crate) fn context<E: Into<io::Error>>(what: impl std::fmt::Display) -> impl 
     }
 }
 
-/// What a container is made from.
+/// Parameters of a container's file system.
 pub(crate) struct Plan<'a> {
     /// The virtual layer's directory, which the container must not see.
     pub dir: &'a Path,
     /// The vRNIC's directory.
     pub vrnic: &'a Path,
     pub libraries: &'a Path,
-    /// What shows otherwise than it is, each after those that it lies in.
+    /// Directories that do not show as they are; each comes after the directories that contain it.
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
     pub binds: &'a [Bind],
@@ -64,22 +65,22 @@ pub(crate) struct Plan<'a> {
 const CLONE: OpenTreeFlags =
     OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC).union(OpenTreeFlags::AT_RECURSIVE);
 
-/// A tree of mounts that is nowhere yet.
+/// A tree of mounts that is not attached yet.
 struct Tree {
     mount: OwnedFd,
     directory: bool,
-    /// Files on it have the owners that they have outside.
+    /// True if the container's user has the rights on its files that this user has outside.
     owned: bool,
 }
 
 impl Tree {
-    /// A copy of what is mounted at `path` and below.
+    /// Copies the mounts at `path` and below.
     fn copy(path: &Path) -> io::Result<Tree> {
         let mount = open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))?;
         Ok(Tree { mount, directory: fs::metadata(path)?.is_dir(), owned: false })
     }
 
-    /// A copy of a directory that the new root has.
+    /// Copies a tree that is already in the new root.
     fn again(&self) -> io::Result<Tree> {
         let mount = open_tree(&self.mount, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?;
         Ok(Tree { mount, directory: self.directory, owned: self.owned })
@@ -103,14 +104,14 @@ impl Tree {
         if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Lets the container's user have the rights on it that this user has outside.
+    /// Gives the container's user the rights on its files that this user has outside.
     fn own(mut self, plan: &Plan<'_>) -> Tree {
         let map = |recursive| self.set(MountAttrFlags::MOUNT_ATTR_IDMAP, Some(plan.users), recursive).is_ok();
         self.owned = !plan.ids.are_mapped() || map(true) || map(false);
         self
     }
 
-    /// Neither setuid programs nor, unless it is one itself, devices.
+    /// Forbids setuid programs and, unless the tree is a device itself, devices.
     fn harmless(self, read_only: bool, device: bool) -> io::Result<Tree> {
         let mut flags = MountAttrFlags::MOUNT_ATTR_NOSUID;
         flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, !device);
@@ -127,7 +128,7 @@ enum Shown {
     Link(PathBuf),
 }
 
-/// A new file system that has no device.
+/// Makes a file system that needs no device. It is not attached yet.
 pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let made = || {
         let fs = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
@@ -146,7 +147,7 @@ const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAt
 struct Root<'a> {
     mount: OwnedFd,
     plan: &'a Plan<'a>,
-    /// Mounts that become read-only when all is in its place.
+    /// Mounts to make read-only once everything is in its place.
     fixed: RefCell<Vec<OwnedFd>>,
 }
 
@@ -157,7 +158,7 @@ impl Root<'_> {
         mount_new("tmpfs", &[("mode", mode), ("uid", &uid.to_string()), ("gid", &gid.to_string())], attributes)
     }
 
-    /// Opens a path of the new root, however symbolic links lead.
+    /// Opens a path of the new root. Symbolic links cannot lead out of it.
     fn open(&self, path: &Path) -> rustix::io::Result<OwnedFd> {
         let relative = path.strip_prefix("/").unwrap_or(path);
         let relative = if relative.as_os_str().is_empty() { Path::new(".") } else { relative };
@@ -165,7 +166,7 @@ impl Root<'_> {
         openat2(&self.mount, relative, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)
     }
 
-    /// As [`Root::open`]; makes a directory or an empty file there if there is nothing.
+    /// Like [`Root::open`], but makes a directory or an empty file if there is nothing.
     fn place(&self, path: &Path, directory: bool) -> io::Result<OwnedFd> {
         match self.open(path) {
             Err(rustix::io::Errno::NOENT) => {}
@@ -203,8 +204,8 @@ impl Root<'_> {
         self.put_mount(&tree.mount, path, tree.directory)
     }
 
-    /// As [`Root::put`], and sees to it that the container's user can get there. A directory on the way that is closed to it
-    /// shows it nothing anyway, and is replaced.
+    /// Like [`Root::put`], but also makes sure that the container's user can reach the path. A directory on the way
+    /// that the user may not search is covered by an empty one; it would show the user nothing anyway.
     fn put_within_reach(&self, tree: &Tree, path: &Path) -> io::Result<()> {
         let ways: Vec<&Path> = path.ancestors().skip(1).collect();
         let (uid, gid) = self.plan.ids.outside;
@@ -247,7 +248,7 @@ impl Root<'_> {
         Ok(Tree { mount, directory: true, owned: true })
     }
 
-    /// Puts a home directory where it was, without what must not show of it.
+    /// Puts the view of a home directory at the path of that directory.
     fn put_home(&self, view: &View) -> io::Result<Tree> {
         let tree = self.private()?;
         self.put_within_reach(&tree, &view.path)?;
@@ -261,7 +262,7 @@ impl Root<'_> {
         Ok(tree)
     }
 
-    /// The devices that programs need.
+    /// Makes the devices that programs need.
     fn devices(&self, devices: &[(Tree, PathBuf)], terminal: Option<&Tree>) -> io::Result<()> {
         for (tree, path) in devices {
             let open = path.strip_prefix("/dev").is_ok_and(|p| OPEN_DEVICES.iter().any(|o| p == Path::new(o)));
@@ -287,7 +288,7 @@ impl Root<'_> {
         Ok(())
     }
 
-    /// Makes a device like the host's, which everybody may use. Only root can.
+    /// Makes a device node like the host's that everybody may use. Only root can.
     fn make_device(&self, path: &Path) -> io::Result<()> {
         let device = fs::metadata(path)?.rdev();
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
@@ -298,7 +299,8 @@ impl Root<'_> {
     }
 }
 
-/// What was made of the user's directories, to tell it to who asks: whether files have the owners that they have outside.
+/// For each of the user's directories, whether the container's user has the rights on its files that this user has
+/// outside. `run --explain` prints it.
 pub(crate) struct Built {
     pub home: Option<bool>,
     pub working: Option<bool>,
@@ -307,16 +309,16 @@ pub(crate) struct Built {
 
 /// A home directory of a container.
 enum Place {
-    /// As it is.
+    /// The directory as it is.
     Whole(Tree, PathBuf),
     View(View),
 }
 
-/// What is in the place of a home directory that does not show as it is.
+/// Replaces a home directory that does not show as it is.
 struct View {
     path: PathBuf,
     hidden: Hidden,
-    /// With directories for programs to write to.
+    /// True if it is read-only and has directories for programs to write to.
     read_only: bool,
     entries: Vec<(Shown, PathBuf)>,
 }
@@ -335,7 +337,8 @@ impl View {
     }
 }
 
-/// Everything of the host that the container shows. All copies are made before anything is mounted where it could be in their way.
+/// Copies of everything of the host that the container shows. All copies are made before any mount could hide what they
+/// show.
 struct Copies<'a> {
     top: Vec<(Shown, PathBuf)>,
     homes: Vec<Place>,
@@ -345,7 +348,7 @@ struct Copies<'a> {
     binds: Vec<(Tree, &'a Bind)>,
     vrnic: Tree,
     libraries: Vec<(Tree, PathBuf)>,
-    /// Names are resolved by a file that often lies in /run.
+    /// The file by which names are resolved, which often lies in /run.
     resolver: Option<(Tree, PathBuf)>,
     devices: Vec<(Tree, PathBuf)>,
     terminal: Option<Tree>,
@@ -374,7 +377,7 @@ impl<'a> Copies<'a> {
         }
         let mut libraries = Vec::new();
         for entry in fs::read_dir(plan.libraries)?.flatten() {
-            // The names are links to one file, and must stay one.
+            // The names are links to one file. Each becomes a mount of that file, so that it stays one file.
             if let Ok(file) = fs::canonicalize(entry.path())
                 && file.is_file()
             {
@@ -389,7 +392,7 @@ impl<'a> Copies<'a> {
                 devices.push((Tree::copy(&path)?, path));
             }
         }
-        // Programs that look for a character device of RDMA find one. Our library opens none.
+        // For programs that look for a character device of RDMA. Our library opens none.
         devices.push((Tree::copy(Path::new("/dev/null"))?, "/dev/infiniband/uverbs0".into()));
         Ok(Copies {
             top: shown(Path::new("/"), |name| !OWN.iter().any(|o| name == *o))?,
@@ -406,12 +409,12 @@ impl<'a> Copies<'a> {
     }
 }
 
-/// The entries of a directory that have such names, each by itself, read-only.
+/// Read-only copies of those entries of a directory whose names `name` accepts.
 fn shown(dir: &Path, name: impl Fn(&OsStr) -> bool) -> io::Result<Vec<(Shown, PathBuf)>> {
     let mut all = Vec::new();
     for entry in fs::read_dir(dir)?.flatten().filter(|e| name(&e.file_name())) {
         let path = entry.path();
-        // What has gone meanwhile, and what this user may not even look at, nobody inside misses.
+        // Skips entries that have gone meanwhile, or that this user may not look at.
         let Ok(kind) = entry.file_type() else { continue };
         if kind.is_symlink() {
             let Ok(to) = fs::read_link(&path) else { continue };
@@ -427,7 +430,7 @@ fn shown(dir: &Path, name: impl Fn(&OsStr) -> bool) -> io::Result<Vec<(Shown, Pa
 /// Builds the tree and makes it the root directory. `proc`: the container's own /proc.
 ///
 /// # Errors
-/// What could not be mounted.
+/// A mount fails.
 pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
     // The new root is mounted on this directory while it is built.
     let dir = fs::canonicalize(plan.dir)?;
@@ -481,11 +484,11 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
     })
 }
 
-/// Puts views on home directories, wherever they show.
+/// Covers home directories with their views, wherever they show.
 struct Covers<'a> {
-    /// With what is in the place of the home directory itself.
+    /// Each view, with the tree that replaces the home directory.
     views: Vec<(&'a View, Tree)>,
-    /// Places that show a home directory as it is, because it was given there by its name.
+    /// Places where a home directory shows as it is, because it was given there by its name.
     given: Vec<PathBuf>,
     root: &'a Root<'a>,
     proc: &'a OwnedFd,
@@ -494,11 +497,12 @@ struct Covers<'a> {
 }
 
 impl Covers<'_> {
-    /// `source` was put at `target`: what shows there by its name stays, and what shows by another one is covered.
+    /// Notes that `source` was put at `target`. If `source` is a home directory itself, it stays visible there; home
+    /// directories that show by other paths are covered.
     fn give(&mut self, source: &Path, target: &Path) -> io::Result<()> {
         let source = fs::canonicalize(source)?;
         if self.views.iter().any(|v| v.0.path == source) {
-            // However symbolic links lead there.
+            // The real path, after symbolic links.
             let shown = self.root.open(target)?;
             let link = format!("self/fd/{}", shown.as_raw_fd());
             let at = PathBuf::from(OsStr::from_bytes(readlinkat(self.proc, link, Vec::new())?.to_bytes()));
@@ -510,7 +514,7 @@ impl Covers<'_> {
     /// Covers all home directories that show.
     fn cover(&self) -> io::Result<()> {
         let shows = |at: &Path, v: &View| self.root.open(at).and_then(rustix::fs::fstat).is_ok_and(|s| v.hidden.is(&s));
-        // A view shows what lies in its home directory, and so perhaps another home directory.
+        // A view shows entries of its home directory, and so perhaps another home directory.
         loop {
             let info = mountinfo(self.proc)?;
             let places =
@@ -536,7 +540,8 @@ fn mountinfo(proc: &OwnedFd) -> io::Result<String> {
     io::read_to_string(File::from(info))
 }
 
-/// Puts an empty directory on each place where the hidden one shows. `at`: where the new root is mounted while it is built.
+/// Covers each place where the hidden directory shows with an empty one. `at`: where the new root is mounted while it
+/// is built.
 fn hide(hidden: &Hidden, root: &Root<'_>, proc: &OwnedFd, at: &Path) -> io::Result<()> {
     for place in hidden.places(&mountinfo(proc)?, at) {
         if root.open(&place).and_then(rustix::fs::fstat).is_ok_and(|s| hidden.is(&s)) {
@@ -561,7 +566,7 @@ fn run_directories(root: &Root<'_>) -> io::Result<()> {
     Ok(rustix::fs::chownat(&fd, ".", Some(uid), Some(gid), rustix::fs::AtFlags::empty())?)
 }
 
-/// The terminal that is standard input, which has its name only in the host's /dev/pts.
+/// The terminal that is standard input. It has a name only in the host's /dev/pts.
 fn terminal() -> Option<Tree> {
     let stdin = rustix::stdio::stdin();
     if !rustix::termios::isatty(stdin) {
@@ -571,7 +576,7 @@ fn terminal() -> Option<Tree> {
     Tree::copy(&path).ok()
 }
 
-/// Makes the new root the only one, for reading.
+/// Makes the new root the only one, and read-only.
 fn enter(root: Root<'_>) -> io::Result<()> {
     rustix::process::fchdir(&root.mount)?;
     for mount in root.fixed.into_inner().into_iter().chain([root.mount]) {
@@ -580,7 +585,7 @@ fn enter(root: Root<'_>) -> io::Result<()> {
         set.map_err(context("cannot set the flags of the new root"))?;
     }
     rustix::process::pivot_root(".", ".").map_err(context("cannot enter the new root"))?;
-    // The old root lies on the new one.
+    // The old root is mounted over the new one.
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(context("cannot leave the old root"))?;
     Ok(rustix::process::chdir("/")?)
 }

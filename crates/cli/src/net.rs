@@ -1,7 +1,7 @@
 //! The network of a container: one Ethernet interface whose frames the virtual layer switches.
 //!
-//! `eth0` is a tap, or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is
-//! read through a packet socket; either needs no privilege outside of the container's own namespaces.
+//! `eth0` is a tap or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is read through a
+//! packet socket. Neither needs a privilege outside of the container's own namespaces.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -84,7 +84,7 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
     const CREATE: u16 = 0x400 | 0x200;
     netlink(libc::RTM_NEWLINK, CREATE, &link)
         .map_err(|e| io::Error::new(e.kind(), format!("creating a veth pair: {e}")))?;
-    // The frames leave the kernel as they are: nobody fills in checksums or cuts segments later.
+    // Turns offloads off: frames leave the kernel as they are, and nothing fills in checksums or cuts segments later.
     for command in [0x17u32, 0x1f, 0x21, 0x24] {
         let mut value = [command, 0];
         let mut r = ifreq(NAME);
@@ -129,7 +129,7 @@ fn attr(to: &mut Vec<u8>, kind: u16, value: &[u8]) {
     to.resize(to.len().next_multiple_of(4), 0);
 }
 
-/// One rtnetlink request, acknowledged.
+/// Sends one rtnetlink request and waits until it is acknowledged.
 fn netlink(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
     // SAFETY: plain system call.
     let fd = owned(unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) }, "netlink")?;
@@ -168,7 +168,7 @@ fn add_address(ip: &IpNet, link: i32) -> io::Result<()> {
     netlink(libc::RTM_NEWADDR, 0x400 | 0x200, &m)
 }
 
-/// All other addresses are on the link too: the group is one flat network.
+/// Adds a default route to the link. The group is one flat network, so all other addresses are on the link.
 fn add_default_route(family: u8, link: i32) -> io::Result<()> {
     const MAIN: u8 = 254;
     const BOOT: u8 = 3;
@@ -179,11 +179,11 @@ fn add_default_route(family: u8, link: i32) -> io::Result<()> {
     netlink(libc::RTM_NEWROUTE, 0x400 | 0x200, &m)
 }
 
-/// Sets up lo and eth0 in the current network namespace; the descriptor that carries eth0's frames, and one with which the namespace is there
-/// as long as somebody has it.
+/// Sets up lo and eth0 in the current network namespace. Returns the descriptor that carries eth0's frames, and one
+/// that keeps the namespace in existence.
 ///
 /// # Errors
-/// What could not be done.
+/// A step fails.
 pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<[OwnedFd; 2]> {
     let ctl = control()?;
     up(&ctl, b"lo")?;
@@ -205,7 +205,7 @@ pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<[Owned
     }
     ioctl(&ctl, libc::SIOCSIFHWADDR, &mut r, "setting the MAC")?;
     set_mtu(&ctl, NAME, mtu)?;
-    // Addresses are given out by the virtual layer, so nobody needs to ask for duplicates.
+    // The virtual layer assigns addresses, so there are no duplicates to detect.
     let _ = std::fs::write("/proc/sys/net/ipv6/conf/eth0/accept_dad", "0");
     up(&ctl, NAME)?;
     let link = index(&ctl, NAME)?;

@@ -9,7 +9,7 @@ use unirdma_host::{CentreInfo, VrnicInfo};
 
 use crate::units;
 
-/// Lines up columns; the first row is the heading.
+/// Lines up columns. The first row is the heading.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
@@ -147,13 +147,13 @@ fn show(v: &VrnicInfo) -> String {
     text
 }
 
-/// What was counted by reason, with a number for each reason that there was; `None` if there was none.
+/// The reasons with a count above 0, each with its count; `None` if all counts are 0.
 fn reasons(counted: &[(&str, u64)]) -> Option<String> {
     let why: Vec<String> = counted.iter().filter(|c| c.1 > 0).map(|(why, n)| format!("{n} {why}")).collect();
     (!why.is_empty()).then(|| why.join(", "))
 }
 
-/// What the interface may send, and what it tried.
+/// The frames that the interface may send, and the frames that were refused.
 fn frames(v: &VrnicInfo) -> String {
     let rule = if v.allow_spoof { "may send with any IP address" } else { "sends with its own addresses only" };
     let f = &v.frames_refused;
@@ -257,7 +257,8 @@ fn status(s: &StatusInfo) -> String {
     text
 }
 
-/// The secrets of a worker's group, and what was dropped since it does not show that its sender has one.
+/// The secrets of a worker's group, and the packets that were dropped because they do not prove that their sender has
+/// one.
 fn seal(w: &WorkerInfo) -> String {
     let (group, s) = (&w.group, &w.seal);
     let mut text = secrets(&format!("group {group}"), "the group", (&s.secrets, s.sends_with), [&s.silent, &s.behind]);
@@ -281,7 +282,7 @@ fn seal(w: &WorkerInfo) -> String {
     text
 }
 
-/// Secrets that are taken, the one that is sent with, and the hosts that do not have one, or not that one.
+/// The secrets that are accepted, the secret that is used to send, and the hosts that have none or not the current one.
 fn secrets(of: &str, whose: &str, (all, sends_with): (&[u8], Option<u8>), [silent, behind]: [&[IpAddr]; 2]) -> String {
     let mut text = String::new();
     if let Some(sends_with) = sends_with {
@@ -302,7 +303,7 @@ fn secrets(of: &str, whose: &str, (all, sends_with): (&[u8], Option<u8>), [silen
     text
 }
 
-/// What there is to know of the control centre.
+/// The state of the control centre.
 fn centre(c: &CentreInfo) -> String {
     let how = match c.connected {
         true => format!("connected for {} s", c.seconds),
@@ -326,7 +327,7 @@ fn workers(s: &StatusInfo) -> String {
         text += &format!("\nworker of {}: its {stuck} is stuck; it ends if it stays so", w.group);
     }
     text += &format!("\nsupervisor confined by: {}", s.confinement);
-    // Mostly the same for all.
+    // Mostly the same for all workers.
     let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();
     for w in &s.workers {
         let line = w.confinement.to_string();
@@ -342,7 +343,7 @@ fn workers(s: &StatusInfo) -> String {
     text
 }
 
-/// The network of the containers' interfaces between hosts, as far as there is something to say.
+/// The state of the network of the containers' interfaces between hosts.
 fn tunnel(w: &WireInfo) -> String {
     let mut text = match &w.firewall {
         Some(table) => format!("\nfirewall: only the virtual layer sends from and to its ports (nft table inet {table})"),
@@ -371,7 +372,7 @@ fn tunnel(w: &WireInfo) -> String {
     text
 }
 
-/// What rules do not make reachable.
+/// Addresses that rules would make reachable, but that belong to another vRNIC in the group that would reach them.
 fn hidden(r: &RulesInfo) -> String {
     r.hidden.iter().map(|h| format!("\nrules: {h}")).collect()
 }
@@ -401,7 +402,7 @@ fn text(r: &Response) -> String {
                 vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni), weight, secret]
             };
             rows.extend(g.iter().map(row));
-            // Of those that somebody has changed.
+            // Only for groups whose weight somebody has changed.
             let mut changed = g.iter().filter(|g| g.weight != USUAL_GROUP_WEIGHT);
             let lacks = changed.find_map(|g| g.weight_lacks.as_ref());
             let lacks = lacks.map(|why| format!("\nweights of groups do not count here: {why}"));
@@ -425,7 +426,7 @@ pub(crate) fn response(r: &Response, as_json: bool) -> io::Result<()> {
 /// Prints a text and ends its last line.
 pub(crate) fn line(out: &str) -> io::Result<()> {
     match writeln!(io::stdout(), "{out}") {
-        // Whoever reads has seen enough.
+        // The reader has closed the pipe.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         r => r,
     }

@@ -1,4 +1,4 @@
-//! Processes: made in new namespaces, waited for, and given the signals that the command line gets meanwhile.
+//! Processes: started in new namespaces, waited for, and sent the signals that the command line receives meanwhile.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -6,19 +6,19 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use rustix::process::Pid;
 use rustix::thread::UnshareFlags;
 
-/// Signals that are for the command, not for whoever waits for it.
+/// Signals that are for the command, not for the process that waits for it.
 const PASSED: [libc::c_int; 6] =
     [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
 
-/// Who gets the signals. 0: nobody.
+/// The process that gets the signals; 0 for none.
 static CHILD: AtomicI32 = AtomicI32::new(0);
-/// Signals are passed on only if they come from another PID namespace.
+/// True if only signals from another PID namespace are passed on.
 static ONLY_FROM_OUTSIDE: AtomicBool = AtomicBool::new(false);
 
-/// Forks, with namespaces for the child if there are any. `None` in the child.
+/// Forks. The child begins in new namespaces if `spaces` names any. Returns `None` in the child.
 ///
 /// # Errors
-/// Those of `clone(2)`.
+/// As `clone(2)`.
 pub(crate) fn fork(spaces: UnshareFlags) -> io::Result<Option<i32>> {
     let flags = i64::from(spaces.bits()) | i64::from(libc::SIGCHLD);
     // SAFETY: this program has one thread, so the child may run ordinary code; without a stack of its own, `clone` is `fork`.
@@ -29,17 +29,17 @@ pub(crate) fn fork(spaces: UnshareFlags) -> io::Result<Option<i32>> {
     }
 }
 
-/// What has become of a child.
+/// A child that has ended.
 pub(crate) struct Ended {
     pub pid: i32,
     /// Its exit code, or 128 and the signal that ended it.
     pub code: u8,
 }
 
-/// Waits until a child ends: `pid`, or any if that is -1.
+/// Waits until a child ends: `pid`, or any child if `pid` is -1.
 ///
 /// # Errors
-/// Those of `waitpid(2)`; signals do not interrupt it.
+/// As `waitpid(2)`. Signals do not interrupt the wait.
 pub(crate) fn wait(pid: i32) -> io::Result<Ended> {
     loop {
         let mut status = 0;
@@ -64,11 +64,11 @@ pub(crate) fn kill(pid: i32) {
 }
 
 extern "C" fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel has filled the structure for a handler with SA_SIGINFO; a signal of a process has its PID, and
-    // that of others is not looked at.
+    // SAFETY: the kernel has filled the structure for a handler with SA_SIGINFO. A signal sent by a process has its
+    // PID; the field is not used for other signals.
     let (code, from) = unsafe { ((*info).si_code, (*info).si_pid()) };
     let child = CHILD.load(Ordering::Relaxed);
-    // What the terminal sends, it sends to all processes in the foreground: the command has it already.
+    // A signal from the terminal goes to all processes in the foreground, so the command has it already.
     let by_a_process = code <= 0;
     if child > 0 && by_a_process && (from == 0 || !ONLY_FROM_OUTSIDE.load(Ordering::Relaxed)) {
         // SAFETY: kill is async-signal-safe, and the location of errno is this thread's own.
@@ -80,9 +80,9 @@ extern "C" fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
     }
 }
 
-/// True if this process ignores a signal, as its starter has wanted.
+/// True if this process ignores a signal, as its starter has set it.
 pub(crate) fn is_ignored(signal: libc::c_int) -> bool {
-    // SAFETY: zero is a valid sigaction, into which the kernel writes how it is.
+    // SAFETY: zero is a valid sigaction, into which the kernel writes the present one.
     unsafe {
         let mut old: libc::sigaction = std::mem::zeroed();
         libc::sigaction(signal, std::ptr::null(), &mut old) == 0 && old.sa_sigaction == libc::SIG_IGN
@@ -94,7 +94,7 @@ pub(crate) fn is_ignored(signal: libc::c_int) -> bool {
 pub(crate) fn pass_signals_to(child: i32, only_from_outside: bool) {
     CHILD.store(child, Ordering::Relaxed);
     ONLY_FROM_OUTSIDE.store(only_from_outside, Ordering::Relaxed);
-    // What was ignored before stays so: `nohup`, and background jobs of scripts.
+    // Signals that were ignored before stay ignored, for `nohup` and background jobs of scripts.
     for signal in PASSED.into_iter().filter(|&s| !is_ignored(s)) {
         // SAFETY: zero is a valid sigaction; the handler does only what handlers may.
         unsafe {
@@ -106,7 +106,7 @@ pub(crate) fn pass_signals_to(child: i32, only_from_outside: bool) {
     }
 }
 
-/// Holds back, or lets through, the signals that are passed on.
+/// Blocks or unblocks the signals that are passed on.
 pub(crate) fn hold_signals(hold: bool) {
     // SAFETY: the set is initialized by sigemptyset.
     unsafe {
@@ -120,8 +120,8 @@ pub(crate) fn hold_signals(hold: bool) {
     }
 }
 
-/// The terminal's foreground process group, if this process is in it. A shell in the container takes the terminal for its jobs
-/// and cannot give it back, since it does not see the processes outside.
+/// The terminal's foreground process group, if this process is in it. A shell in the container takes the terminal for
+/// its jobs and cannot give it back, because it does not see the processes outside.
 pub(crate) struct Foreground(Option<Pid>);
 
 impl Foreground {
@@ -130,14 +130,14 @@ impl Foreground {
         Foreground(group.filter(|&g| g == rustix::process::getpgrp()))
     }
 
-    /// Takes the terminal back if nobody has it any more.
+    /// Takes the terminal back if its foreground process group has ended.
     pub fn restore(&self) {
         let stdin = rustix::stdio::stdin();
         let (Some(was), Ok(is)) = (self.0, rustix::termios::tcgetpgrp(stdin)) else { return };
         if rustix::process::test_kill_process_group(is) != Err(rustix::io::Errno::SRCH) {
             return;
         }
-        // SAFETY: ignoring a signal runs no code. Who is in the background is stopped by it otherwise.
+        // SAFETY: ignoring a signal runs no code. SIGTTOU would stop a process in the background.
         unsafe { libc::signal(libc::SIGTTOU, libc::SIG_IGN) };
         let _ = rustix::termios::tcsetpgrp(stdin, was);
     }

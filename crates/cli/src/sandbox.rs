@@ -1,7 +1,8 @@
-//! The inside of `unirdma run`: what the first process of a container does, until the command in it has ended.
+//! The inside of `unirdma run`: the work of a container's first process, until the command in it has ended.
 //!
-//! The order matters. The tree of mounts is built with all the rights that there are; a user namespace below it takes them
-//! away, so that nothing of the tree can be undone; what the command may change (network, IPC, host name) is made within that.
+//! The order matters. The tree of mounts is built with all rights of this process. A user namespace below it then takes
+//! these rights away, so that nothing of the tree can be undone. The namespaces that the command may change (network,
+//! IPC, host name) are made within that user namespace.
 
 use std::ffi::OsString;
 use std::fs;
@@ -24,7 +25,7 @@ use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC, context};
 use crate::working::Working;
 use crate::{confine, process};
 
-/// What a container is made from.
+/// Parameters of a container.
 pub(crate) struct Sandbox<'a> {
     /// The virtual layer's directory.
     pub dir: &'a Path,
@@ -34,28 +35,29 @@ pub(crate) struct Sandbox<'a> {
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
     pub binds: &'a [Bind],
-    /// Say what was made of it.
+    /// Print the ids and rights that the container has.
     pub explain: bool,
     pub command: &'a [OsString],
 }
 
-/// Namespaces that the first process begins in, and those that it makes within its user namespace.
+/// Namespaces in which the first process begins, and namespaces that it makes within its user namespace.
 pub(crate) const OUTER: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID);
 const INNER: UnshareFlags =
     UnshareFlags::NEWNS.union(UnshareFlags::NEWIPC).union(UnshareFlags::NEWUTS).union(UnshareFlags::NEWCGROUP);
 
-/// Steps that take a party outside: the bytes by which both sides name them.
+/// Steps that need a process outside, as bytes of the protocol between both sides.
 pub(crate) const MAP_IDS: u8 = b'm';
 pub(crate) const READY: u8 = b'r';
 pub(crate) const GO: u8 = b'g';
 
-/// Waits for the answer to a step.
+/// Waits until the outside has taken its step.
 fn wait_for_outside(mut sock: &UnixStream) -> io::Result<()> {
     sock.read_exact(&mut [0]).map_err(|_| io::Error::other("the container was not set up"))
 }
 
-/// The first process: sets up the container, runs the command, and ends with its exit code. All else in the container ends
-/// with it. `nested`: it is in a user namespace already, since it would have had no right to make the others.
+/// The first process: sets up the container, runs the command, and ends with its exit code. Everything else in the
+/// container ends with it. `nested`: it is in a user namespace already, because it had no right to make the others
+/// without one.
 pub(crate) fn first_process(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> ! {
     process::hold_signals(true);
     let lost = match set_up(sandbox, sock, nested) {
@@ -72,7 +74,7 @@ pub(crate) fn first_process(sandbox: &Sandbox<'_>, sock: UnixStream, nested: boo
     };
     process::pass_signals_to(child, true);
     process::hold_signals(false);
-    // It is the parent of all whose parents have ended, too.
+    // This process is also the parent of all processes whose own parents have ended.
     loop {
         match process::wait(-1) {
             Ok(ended) if ended.pid == child => std::process::exit(ended.code.into()),
@@ -92,7 +94,7 @@ pub(crate) fn end_with_parent() -> io::Result<()> {
     Ok(rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?)
 }
 
-/// Everything but the command. The working directory, if the container does not have it.
+/// Does everything before the command runs. Returns the working directory if the container does not have it.
 fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<Option<PathBuf>> {
     end_with_parent()?;
     confine::check_standard_descriptors()?;
@@ -131,9 +133,10 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     let new_net = if sandbox.own_net { UnshareFlags::NEWNET } else { UnshareFlags::empty() };
     // SAFETY: the process has one thread and shares no descriptor table with another.
     unsafe { rustix::thread::unshare_unsafe(INNER | new_net) }.map_err(context("cannot make namespaces"))?;
-    // A change of the user id has taken both away.
+    // A change of the user id has cleared the death signal and the dumpable flag.
     end_with_parent()?;
-    // `unirdma exec` finds the namespaces by this process. Others in the container have nothing to find in it.
+    // `unirdma exec` finds the namespaces through this process. Other processes of the container find nothing of use in
+    // it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     let network = match sandbox.own_net {
         true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?, sandbox.info.mtu, &sandbox.info.ips)?),
@@ -157,8 +160,8 @@ fn parse_mac(text: &str) -> io::Result<[u8; 6]> {
     bytes.try_into().map_err(|_| io::Error::other(format!("the virtual layer gave the MAC `{text}`")))
 }
 
-/// Goes to the working directory, or to the nearest to it that the container has: the home directory, or `/`. Returns the
-/// working directory if it is not there.
+/// Goes to the working directory or, if the container does not have it, to the home directory or `/`. Returns the
+/// working directory if the container does not have it.
 pub(crate) fn go_to(working: Option<PathBuf>) -> Option<PathBuf> {
     let working = working?;
     if rustix::process::chdir(&working).is_ok() {
@@ -169,7 +172,7 @@ pub(crate) fn go_to(working: Option<PathBuf>) -> Option<PathBuf> {
     Some(working)
 }
 
-/// Executes the command with our libraries first. `lost`: the working directory that the container does not have.
+/// Executes the command with our libraries first. `lost`: the working directory, if the container does not have it.
 pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
     let mut path = OsString::from(LIBRARIES);
     if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|v| !v.is_empty()) {
@@ -196,7 +199,7 @@ pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
     std::process::exit(code);
 }
 
-/// Says on standard error what the container is.
+/// Prints on standard error the ids and rights that the container has.
 fn explain(sandbox: &Sandbox<'_>, ids: &Ids, nested: bool, built: &Built) {
     let users = match (ids.are_mapped(), ids.count) {
         (true, 1) => format!("root inside is uid {} outside; there are no other ids", ids.outside.0),

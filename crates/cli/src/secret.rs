@@ -1,4 +1,4 @@
-//! Secrets of groups as files: `unirdma secret`, and those that are handed to the virtual layer. What is in them is for the virtual layer.
+//! Secrets of groups as files: made by `unirdma secret`, and handed to the virtual layer, which alone reads them.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -40,7 +40,7 @@ pub(crate) fn open(path: &Path) -> io::Result<File> {
     File::open(path).map_err(|e| io::Error::new(e.kind(), format!("secret {}: {e}", path.display())))
 }
 
-/// What `--secret` and `--forget-old` say, and the file that goes along.
+/// The change that `--secret` and `--forget-old` ask for, and the file that goes with it.
 ///
 /// # Errors
 /// As [`open`].

@@ -1,4 +1,4 @@
-//! `unirdma top`: what vRNICs do at this moment.
+//! `unirdma top`: the present activity of vRNICs.
 
 mod rates;
 mod screen;
@@ -69,7 +69,7 @@ pub(crate) fn run(dir: &Path, args: TopArgs) -> io::Result<()> {
         libc::SIGWINCH,
         libc::SIGCONT,
     ])?;
-    // Who asks first hears at once what is wrong.
+    // Asks once before the terminal is taken, so that an error is printed at once.
     let first = ask(&mut Client::connect(dir)?)?;
     let terminal = Terminal::open()?;
     watch(dir, args, first, &terminal, &signals)
@@ -103,10 +103,11 @@ fn once(dir: &Path, args: &TopArgs) -> io::Result<()> {
     crate::print::line(&text)
 }
 
-/// What the thread that asks the virtual layer has to tell.
+/// A message from the thread that asks the virtual layer.
 type News = io::Result<Sample>;
 
-/// Asks the virtual layer again and again, so that a slow answer keeps no key waiting. Ends when nobody listens.
+/// Asks the virtual layer again and again, in a thread of its own so that a slow answer delays no key. Ends when the
+/// receiver is gone.
 fn read(dir: &Path, delay: Duration, news: &SyncSender<News>, wake: &OwnedFd) {
     let mut client = None;
     loop {
@@ -168,7 +169,7 @@ fn watch(dir: &Path, args: TopArgs, first: Sample, terminal: &Terminal, signals:
     }
 }
 
-/// Takes what has come from the virtual layer.
+/// Handles the messages that have come from the thread.
 fn take(receiver: &Receiver<News>, view: &mut View, last: &mut Sample) {
     while let Ok(news) = receiver.try_recv() {
         match news {
@@ -181,13 +182,13 @@ fn take(receiver: &Receiver<News>, view: &mut View, last: &mut Sample) {
     }
 }
 
-/// Heeds signals; true if one of them ends the program.
+/// Handles signals. Returns true if one of them ends the program.
 fn ends(signals: &OwnedFd, terminal: &Terminal) -> io::Result<bool> {
     const SIZE: usize = size_of::<libc::signalfd_siginfo>();
     let mut info = [0; SIZE];
     while rustix::io::read(signals, &mut info).is_ok_and(|n| n == SIZE) {
         match i32::from_ne_bytes([info[0], info[1], info[2], info[3]]) {
-            // Drawn anew in any case.
+            // The screen is drawn again in any case.
             libc::SIGWINCH => {}
             // The shell has had the terminal meanwhile.
             libc::SIGCONT => terminal.take()?,
@@ -207,7 +208,7 @@ fn short(n: f64) -> String {
     }
     let _ = match (n, unit) {
         (0.0, _) => write!(text, "0"),
-        // Little is not nothing.
+        // A small rate must not look like none.
         (n, 0) if n < 0.1 => write!(text, "<0.1"),
         (n, 0) if n.fract() == 0.0 => write!(text, "{n}"),
         _ => write!(text, "{n:.1}{}", UNITS[unit]),

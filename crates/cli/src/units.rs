@@ -22,7 +22,7 @@ pub fn rate(s: &str) -> Result<u64, String> {
     if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err("the range is 1 to 1000T; `none` is no limit".into()) }
 }
 
-/// A rate in bits a second: as [`rate`], also with its unit, as `100 Mbit/s`.
+/// A rate in bits per second: as [`rate`], also with its unit, as `100 Mbit/s`.
 pub fn bits(s: &str) -> Result<u64, String> {
     let number = s.strip_suffix("bit/s").or_else(|| s.strip_suffix("bit")).or_else(|| s.strip_suffix("bps"));
     let number = number.unwrap_or(s);
@@ -31,7 +31,7 @@ pub fn bits(s: &str) -> Result<u64, String> {
     rate(&format!("{digits}{}", unit.trim()))
 }
 
-/// A number, or `none`, which is the largest.
+/// A number, or `none`, which is the largest number.
 pub fn most(s: &str) -> Result<u64, String> {
     if s == "none" { Ok(u64::MAX) } else { s.parse().map_err(|_| "write a number, or `none`".into()) }
 }
@@ -50,7 +50,7 @@ pub fn micros(s: &str) -> Result<u64, String> {
     n.checked_mul(factor).filter(|n| *n <= max).ok_or(format!("the longest time is {} s", max / 1_000_000))
 }
 
-/// A count with its power of 1000, and a space: `2.5 G`.
+/// A count with a prefix for a power of 1000, and a space: `2.5 G`.
 pub fn decimal(n: u64) -> String {
     for (factor, unit) in [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")] {
         if n as f64 >= factor {
@@ -60,7 +60,7 @@ pub fn decimal(n: u64) -> String {
     format!("{n} ")
 }
 
-/// Nanoseconds as a time.
+/// Nanoseconds as text with a unit.
 pub fn seconds(ns: u64) -> String {
     match ns {
         0..1_000_000 => format!("{} us", ns / 1000),

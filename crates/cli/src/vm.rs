@@ -1,7 +1,7 @@
 //! `unirdma vm`: starts a virtual machine that has a vRNIC, to try it out.
 //!
-//! QEMU runs as a child in the foreground, with the terminal as the machine's console, and ends with this program. What stock QEMU
-//! lacks, a name for the device's number, comes from a library that this program carries.
+//! QEMU runs as a child in the foreground, with the terminal as the machine's console, and ends with this program.
+//! Stock QEMU has no name for the device's number; a library that this program carries adds it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
@@ -21,7 +21,7 @@ use crate::container::show;
 use crate::sandbox::{end_with_parent, fail};
 use crate::{process, vmm};
 
-/// What `guest/qemu/name.rs` becomes.
+/// The library built from `guest/qemu/name.rs`.
 const NAME_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/name.so"));
 
 const RUN_EXAMPLES: &str = "Examples:
@@ -67,7 +67,7 @@ pub(crate) struct RunArgs {
     /// Format of the image, as QEMU calls it [default: QEMU looks]
     #[arg(long, requires = "image")]
     format: Option<String>,
-    /// Leave the image as it is: what the guest writes is lost at the end
+    /// Leave the image as it is: changes by the guest are lost at the end
     #[arg(long, requires = "image")]
     snapshot: bool,
     /// Give an image with cloud-init this user data, and the vRNIC's addresses for its network interface
@@ -135,7 +135,7 @@ pub(crate) fn vm(dir: &Path, command: VmCommand) -> io::Result<u8> {
     }
 }
 
-/// Says which file an error is about.
+/// Adds the name of the file to an error.
 fn about(file: &Path) -> impl Fn(io::Error) -> io::Error {
     move |e| io::Error::new(e.kind(), format!("{}: {e}", file.display()))
 }
@@ -162,15 +162,15 @@ fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     Ok(code)
 }
 
-/// What is to be known of a QEMU.
+/// Properties of a QEMU program.
 struct Qemu {
-    /// As it says it.
+    /// The version, as QEMU prints it.
     version: String,
-    /// It connects anew to a worker that is started anew, by the patch in `guest/qemu`.
+    /// True if it connects again to a worker that was started again, which needs the patch in `guest/qemu`.
     reconnects: bool,
 }
 
-/// Asks QEMU whether it can do it.
+/// Asks QEMU whether it has the device.
 fn check(qemu: &Path) -> io::Result<Qemu> {
     const INSTALL: &str =
         "install QEMU 11.1 or later (Debian 13: apt install -t trixie-backports qemu-system-x86), or name it by --qemu";
@@ -185,9 +185,9 @@ fn check(qemu: &Path) -> io::Result<Qemu> {
     let version = ask(&["--version"])?.lines().next().unwrap_or_default().to_string();
     let options = ask(&["-device", &format!("{},help", vmm::DEVICE)])?;
     let has = |option: &str| options.lines().any(|l| l.trim_start().starts_with(option));
-    // The patch gives the device this option, too.
+    // The same patch gives the device this option.
     let reconnects = has("vectors=");
-    // Older versions that have the device have no place for its name.
+    // Older versions that have the device cannot take its number.
     if has("virtio-id=") && (reconnects || release(&version) >= 11) {
         return Ok(Qemu { version, reconnects });
     }
@@ -200,7 +200,7 @@ fn release(version: &str) -> u32 {
     version.split(' ').find_map(number).unwrap_or(0)
 }
 
-/// QEMU's name for how processors run, and words for people.
+/// QEMU's name of an accelerator, and a description for people.
 fn accelerator(wanted: Accel) -> io::Result<(&'static str, String)> {
     const KVM: &str = "/dev/kvm";
     const TCG: &str = "tcg,thread=multi";
@@ -215,8 +215,8 @@ fn accelerator(wanted: Accel) -> io::Result<(&'static str, String)> {
     }
 }
 
-/// A path as the value of one of QEMU's options, where commas are doubled. It is absolute, so that QEMU takes no beginning of it for
-/// the name of a protocol.
+/// A path as the value of an option of QEMU, with doubled commas. The path is absolute, so that QEMU takes no beginning
+/// of it for the name of a protocol.
 fn value(path: &Path) -> OsString {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
     vmm::doubled(&path.to_string_lossy()).into()
@@ -232,7 +232,7 @@ fn option(begin: &str, path: &Path) -> OsString {
 fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: Option<&Path>) -> Vec<OsString> {
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
-    // `max` is what the processor has with KVM, and all that there is to emulate with TCG.
+    // `max` has all features of the processor with KVM, and all features that can be emulated with TCG.
     add(&["-machine", MACHINE, "-accel", accel, "-cpu", "max", "-smp", &args.cpus.to_string()]);
     add(&["-nodefaults", "-display", "none", "-serial", "mon:stdio"]);
     let device = vmm::qemu(info, &args.memory, qemu.reconnects);
@@ -249,8 +249,8 @@ fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: O
             drive.push(",snapshot=on");
         }
         words.extend(["-drive".into(), drive]);
-        // By name, so that it is the first disk and the firmware starts from it: QEMU makes disks of `if=virtio` after all others. A
-        // kernel that is started directly has index 0.
+        // A device of its own, so that the image is the first disk and the firmware starts from it: QEMU makes disks of
+        // `if=virtio` after all others. A kernel that is started directly has index 0.
         words.extend(["-device".into(), "virtio-blk-pci,drive=image,bootindex=1".into()]);
     }
     if let Some(seed) = seed {
@@ -267,14 +267,14 @@ fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: O
     words
 }
 
-/// The library that names the device, in a file that has no name and that QEMU inherits.
+/// A memfd with the library that names the device. QEMU inherits its descriptor.
 fn library() -> io::Result<File> {
     let mut file = File::from(rustix::fs::memfd_create("unirdma-name", rustix::fs::MemfdFlags::empty())?);
     file.write_all(NAME_LIBRARY)?;
     Ok(file)
 }
 
-/// Becomes QEMU.
+/// Replaces this process by QEMU.
 fn execute(qemu: &Path, words: &[OsString], library: &File) -> ! {
     if let Err(e) = end_with_parent() {
         fail(&e);
@@ -288,7 +288,7 @@ fn execute(qemu: &Path, words: &[OsString], library: &File) -> ! {
     fail(&about(qemu)(e))
 }
 
-/// What cloud-init looks for: a directory that QEMU shows as a disk (`NoCloud`). It ends with this value.
+/// Data for cloud-init: a directory that QEMU shows as a disk (`NoCloud`). Removed on drop.
 struct Seed {
     dir: PathBuf,
 }
@@ -311,7 +311,7 @@ impl Drop for Seed {
     }
 }
 
-/// The machine's interfaces, as cloud-init and netplan take them.
+/// The machine's interfaces, in the format of cloud-init and netplan.
 fn network(info: &VrnicInfo, nat: bool) -> String {
     let ips = info.ips.iter().map(|ip| format!("\"{ip}\"")).collect::<Vec<_>>().join(", ");
     let mut text = format!(
@@ -324,7 +324,7 @@ fn network(info: &VrnicInfo, nat: bool) -> String {
     text
 }
 
-/// How the terminal is set, if there is one. A QEMU that is killed leaves it as it was for the guest.
+/// The settings of the terminal, if there is one. A QEMU that is killed leaves the settings that it made for the guest.
 struct Terminal(Option<Termios>);
 
 impl Terminal {

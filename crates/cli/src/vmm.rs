@@ -1,11 +1,11 @@
-//! What starts a virtual machine with a vRNIC: arguments, or XML, for the VMMs that people use.
+//! Arguments or XML that start a virtual machine with a vRNIC, for common VMMs.
 
 use std::path::Path;
 
 use unirdma_abi::{CONFIG_BYTES, VIRTIO_ID_RDMA, VQ_COMP_FIRST};
 use unirdma_host::{NET_SOCKET, VHOST_SOCKET, VrnicInfo};
 
-/// For which VMM.
+/// The VMM to print for.
 #[derive(clap::Args)]
 #[group(multiple = false)]
 pub(crate) struct VmmArgs {
@@ -20,14 +20,15 @@ pub(crate) struct VmmArgs {
     cloud_hypervisor: bool,
 }
 
-/// Control, asynchronous events, wake, and a completion event queue for each of 8 processors: the guest's driver uses no more.
+/// Number of queues: control, asynchronous events, wake, and a completion event queue for each of 8 processors. The
+/// guest's driver uses no more.
 const QUEUES: u32 = VQ_COMP_FIRST + 8;
 const QUEUE_SIZE: u32 = 256;
 /// QEMU's device for any vhost-user backend.
 pub(crate) const DEVICE: &str = "vhost-user-test-device-pci";
 
 impl VmmArgs {
-    /// What is to be printed, if anything; `memory`: that of the machine.
+    /// The text to print, if one is asked for. `memory`: size of the machine's memory.
     pub fn text(&self, v: &VrnicInfo, memory: &str) -> Option<String> {
         let (device, net) = sockets(v);
         match (self.qemu, self.libvirt, self.cloud_hypervisor) {
@@ -39,13 +40,13 @@ impl VmmArgs {
     }
 }
 
-/// The vRNIC's sockets: the device's, and that of its network interface.
+/// The paths of the vRNIC's sockets: for its device and for its network interface.
 fn sockets(v: &VrnicInfo) -> (String, String) {
     let socket = |name: &str| Path::new(&v.dir).join(name).display().to_string();
     (socket(VHOST_SOCKET), socket(NET_SOCKET))
 }
 
-/// A value as QEMU's options take it.
+/// A value for QEMU's options, which need commas doubled.
 pub(crate) fn doubled(value: &str) -> String {
     value.replace(',', ",,")
 }
@@ -56,8 +57,8 @@ fn qemu_device() -> String {
     )
 }
 
-/// QEMU's arguments. The machine's memory is a file that the virtual layer maps too. `reconnects`: QEMU can connect its device to
-/// a worker that is started anew.
+/// QEMU's arguments. The machine's memory is a file that the virtual layer maps too. `reconnects`: QEMU can connect its
+/// device to a worker that was started again.
 pub(crate) fn qemu(v: &VrnicInfo, memory: &str, reconnects: bool) -> Vec<String> {
     let again = if reconnects { ",reconnect-ms=500" } else { "" };
     let (device, net) = sockets(v);
@@ -75,7 +76,7 @@ pub(crate) fn qemu(v: &VrnicInfo, memory: &str, reconnects: bool) -> Vec<String>
     pairs.into_iter().flat_map(|(name, value)| [name.to_string(), value]).collect()
 }
 
-/// An argument and its value on each line.
+/// One argument and its value per line.
 fn lines(words: &[String]) -> String {
     words.chunks(2).map(|pair| pair.join(" ")).collect::<Vec<_>>().join("\n")
 }

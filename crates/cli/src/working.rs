@@ -1,4 +1,4 @@
-//! The working directory of a container's command, where it is given although the directory that it lies in is not.
+//! The working directory of a container's command, if it is given although the directory above it is not.
 
 use std::fs::File;
 use std::io;
@@ -10,16 +10,18 @@ use rustix::process::geteuid;
 
 use crate::home::{Home, Show};
 
-/// What the user's next shell, git and editor run when they are in a directory with such names.
+/// Names that make the user's next shell, git or editor run something in a directory.
 const GUARDED: [&str; 4] = [".git", ".envrc", ".vscode", ".idea"];
-/// What makes git take a directory without `.git` for a repository, together with others. All repositories have it.
+/// The name that, together with others, makes git take a directory without `.git` for a repository. All repositories
+/// have it.
 const HEAD: &str = "HEAD";
 
-/// A working directory that is given.
+/// A working directory that the container gets.
 pub(crate) struct Working {
     /// Without symbolic links.
     pub path: PathBuf,
-    /// What keeps the guarded names in it from being changed; or why it is read-only as a whole.
+    /// The guard that keeps the names in it from being changed, or the reason why the directory is read-only as a
+    /// whole.
     pub guard: Result<Guard, String>,
 }
 
@@ -30,10 +32,11 @@ impl Working {
     }
 }
 
-/// The working directory, if it is below a home directory that shows read-only, and none itself; or if it is this user's own and
-/// lies within `/tmp` or `/var/tmp`. A container has a `/tmp` and a `/var/tmp` of its own, in which the files would be missing that
-/// the command names. `hidden`: the virtual layer's directory, which may lie in one of them; nothing within it is given, since it
-/// has the sockets of other vRNICs.
+/// The working directory, if the container gets it. It does if the directory is below a home directory that shows
+/// read-only (not that directory itself), or if it belongs to this user and lies within `/tmp` or `/var/tmp`: a
+/// container has its own `/tmp` and `/var/tmp`, in which files that the command names would be missing. `hidden`: the
+/// virtual layer's directory, which may lie in one of them. Nothing within it is given, because it has the sockets of
+/// other vRNICs.
 pub(crate) fn find(hidden: &Path, homes: &[Home]) -> Option<Working> {
     let path = std::fs::canonicalize(".").ok()?;
     let top = given_within(&path, homes)?;
@@ -48,7 +51,7 @@ pub(crate) fn find(hidden: &Path, homes: &[Home]) -> Option<Working> {
     Some(Working { path, guard })
 }
 
-/// The directory below which a working directory is given; `None` if this one is not.
+/// The directory below which `path` is given, or `None` if it is not given.
 fn given_within(path: &Path, homes: &[Home]) -> Option<PathBuf> {
     let mut within = None;
     for home in homes {
@@ -64,7 +67,7 @@ fn given_within(path: &Path, homes: &[Home]) -> Option<PathBuf> {
     within.or(temporary.filter(|_| is_own).map(Path::to_path_buf))
 }
 
-/// The directory below `top` that makes `path` a part of what is guarded elsewhere.
+/// The guarded directory or repository below `top` that `path` is in or is.
 fn repository_of<'a>(path: &'a Path, top: &Path) -> Option<&'a Path> {
     let below = path.ancestors().take_while(|a| a.starts_with(top) && *a != top);
     let is_guarded = |dir: &Path| {
@@ -75,11 +78,11 @@ fn repository_of<'a>(path: &'a Path, top: &Path) -> Option<&'a Path> {
     below.into_iter().find(|dir| is_guarded(dir))
 }
 
-/// A symbolic link of a home directory that does not show, and by which the user's shell reads what lies in `path`: so do people
-/// who keep their configuration in a repository.
+/// A symbolic link in a hidden part of a home directory by which the user's shell reads files in `path`. People who
+/// keep their configuration in a repository have such links.
 fn link_into(path: &Path, homes: &[Home]) -> Option<PathBuf> {
     let leads = |home: &Path, to: PathBuf| match home.starts_with(path) {
-        // The home directory shows in the working directory as it does elsewhere.
+        // A home directory within the working directory shows there as it does elsewhere.
         true => to.starts_with(path) && !to.starts_with(home),
         false => to.starts_with(path) || path.starts_with(&to) && !home.starts_with(&to),
     };
@@ -93,12 +96,12 @@ fn link_into(path: &Path, homes: &[Home]) -> Option<PathBuf> {
     })
 }
 
-/// Keeps guarded names of a directory from being made while containers have it as their working directory: what is not there is a
-/// socket for that time, which git, shells and editors take no notice of. The last container removes it.
+/// Keeps guarded names of a directory from being made while containers have it as their working directory. A missing
+/// name is a socket meanwhile, which git, shells and editors ignore. The last container removes the sockets.
 pub(crate) struct Guard {
     dir: File,
     pub names: Vec<&'static str>,
-    /// Shared by all containers of this virtual layer that have the directory.
+    /// Locked (shared) by all containers of this virtual layer that have the directory.
     lock: File,
     lock_path: PathBuf,
 }
@@ -110,7 +113,7 @@ impl Guard {
         let lock_path = lock_dir.join(format!("working-{}-{}", meta.dev(), meta.ino()));
         let lock = share(&lock_path).map_err(crate::mounts::context(lock_path.display().to_string()))?;
         let mut names = GUARDED.to_vec();
-        // In a directory with a repository git looks no further.
+        // In a directory with a repository, git does not look at HEAD.
         if statat(&dir, ".git/HEAD", AtFlags::SYMLINK_NOFOLLOW).is_err() {
             names.push(HEAD);
         }
@@ -127,7 +130,8 @@ impl Guard {
         Ok(guard)
     }
 
-    /// Makes a socket of this name if there is nothing; what there is then. Other containers may do so at the same time.
+    /// Makes a socket of this name if there is nothing, and returns the type of the file that is there. Other
+    /// containers may do so at the same time.
     fn keep(&self, name: &str) -> rustix::io::Result<FileType> {
         let made = mknodat(&self.dir, name, FileType::Socket, Mode::RUSR | Mode::WUSR, 0);
         made.or_else(|e| if e == rustix::io::Errno::EXIST { Ok(()) } else { Err(e) })?;
@@ -150,7 +154,7 @@ impl Drop for Guard {
     }
 }
 
-/// Opens a file with a shared lock. Whoever holds the exclusive one removes the file, so it is looked up again.
+/// Opens a file with a shared lock. The holder of an exclusive lock removes the file, so its path is looked up again.
 fn share(path: &Path) -> io::Result<File> {
     loop {
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -183,7 +187,7 @@ mod tests {
         assert!(!given("work", &[home(h, Show::Ro, false)]), "somebody else's");
         assert!(!given("work", &[home(h, Show::Rw, true)]), "it is given with the home");
         assert!(!given("work", &[home(h, Show::None, true)]));
-        // A home in a home: both have a say.
+        // A home directory within another: both must allow it.
         let inner = home(&h.join("x"), Show::Ro, true);
         let both = [ro, inner];
         assert!(given("x/work", &both) && given("y", &both));
@@ -221,7 +225,7 @@ mod tests {
         let link = |rest: &str| link_into(&top.join(rest), &homes).is_some();
         assert!(link("dots") && link("dots/fish") && link("dots/fish/functions"));
         assert!(!link("work") && !link("big"));
-        // Above the home directory, which is covered there.
+        // The home directory lies below this directory, where it is covered.
         assert!(link_into(&std::env::temp_dir(), &homes).is_none());
         std::fs::remove_dir_all(&top).unwrap();
     }
@@ -243,7 +247,7 @@ mod tests {
         assert_eq!(names(), [".envrc", ".git", ".idea", ".vscode", "HEAD"]);
         drop(b);
         assert_eq!(names(), [".idea"]);
-        // Containers that begin at the same time do not take each other's sockets for something of the user's.
+        // Containers that begin at the same time do not take each other's sockets for files of the user.
         let many: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| Guard::take(&top, &dir))).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
@@ -251,7 +255,7 @@ mod tests {
         assert!(many.iter().all(Result::is_ok));
         drop(many);
         assert_eq!(names(), [".idea"]);
-        // A repository has its own HEAD. What the user makes of a name meanwhile stays.
+        // A repository has its own HEAD. A file that the user makes in the place of a socket stays.
         std::fs::create_dir(dir.join(".git")).unwrap();
         std::fs::write(dir.join(".git/HEAD"), "ref: refs/heads/main\n").unwrap();
         let c = Guard::take(&top, &dir).unwrap();
@@ -261,7 +265,7 @@ mod tests {
         drop(c);
         assert_eq!(names(), [".envrc", ".git", ".idea"]);
         assert_eq!(std::fs::read_dir(&top).unwrap().count(), 1, "the lock is gone");
-        // Another could put something in the place of a link.
+        // A link could be replaced by another program.
         std::os::unix::fs::symlink("elsewhere", dir.join(".vscode")).unwrap();
         assert!(Guard::take(&top, &dir).is_err_and(|e| e.to_string().contains(".vscode is a symbolic link")));
         assert_eq!(names(), [".envrc", ".git", ".idea", ".vscode"]);

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 const NETWORK: &str = "[[group]]\nname = \"blue\"\nranges = [\"10.0.0.0/16\"]\n\n[[vrnic]]\nname = \"a\"\ngroup = \"blue\"\n\n[[vrnic]]\nname = \"b\"\ngroup = \"blue\"\nips = [\"10.0.0.9\"]\n";
 
-/// A user with a home directory, and a centre that runs until the end.
+/// A user with a home directory, and a centre that runs until this is dropped.
 struct Lab {
     home: PathBuf,
     url: String,
@@ -60,7 +60,7 @@ impl Lab {
         String::from_utf8(done.stdout).unwrap()
     }
 
-    /// A command that fails with one line.
+    /// Runs a command that must fail with one line.
     fn refused(&self, args: &[&str], what: &str) {
         self.refused_with(&[], args, what);
     }

@@ -1,4 +1,4 @@
-//! `cargo xtask scale` in little: thirty hosts without a data path at a real centre.
+//! A small `cargo xtask scale`: thirty hosts without a data path at a real centre.
 
 #[path = "../examples/scale/run/mod.rs"]
 mod run;
@@ -19,7 +19,7 @@ fn hosts_have_what_is_declared_and_hear_of_what_concerns_them() {
     let report = runtime.block_on(run::run(&options, &|_| ())).unwrap();
     println!("{report}");
     assert_eq!(report.wrong(), [""; 0]);
-    // How long a move takes counts where nothing else runs.
+    // The time limits of a move are checked only by `cargo xtask scale`, where nothing else runs.
     report.slow().iter().for_each(|line| println!("{line}"));
     let moved = report.changes.iter().find(|c| c.what == "vRNIC moved").unwrap();
     assert!(moved.times == 20 && moved.told_most > 1 && moved.bytes_most > 0);

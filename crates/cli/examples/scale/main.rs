@@ -1,4 +1,5 @@
-//! `cargo xtask scale`: many hosts without a data path, in this process, and a real control centre in another one.
+//! `cargo xtask scale`: measures a real control centre (in another process) with many hosts that have no data path (in
+//! this process).
 
 mod run;
 

@@ -1,4 +1,4 @@
-//! Calls of a control centre.
+//! Calls to a control centre.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,11 +15,11 @@ use unirdma_fleet::v1::{self, fleet_client::FleetClient};
 
 use super::{Centre, show};
 
-/// How long the centre may take to answer, and to be reached.
+/// Longest time for an answer, and for a connection.
 const PATIENCE: Duration = Duration::from_secs(60);
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// What `control init` writes into the user's configuration.
+/// The user's configuration, which `control init` writes.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Config {
@@ -29,7 +29,7 @@ pub(super) struct Config {
     pub authority: String,
 }
 
-/// The file of the user's configuration that says where the centre is.
+/// The file of that configuration.
 pub(super) fn config_path() -> Option<PathBuf> {
     let base = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
     let base = base.or_else(|| std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".config")));
@@ -73,7 +73,7 @@ fn is_here(url: &str) -> bool {
     host == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
 }
 
-/// Checks where the centre is said to be.
+/// Checks the URL of a centre.
 fn check_url(url: &str) -> io::Result<()> {
     let shown = url.escape_debug();
     match url.split_once("://") {
@@ -128,7 +128,7 @@ fn token(config: Option<&Config>) -> io::Result<MetadataValue<Ascii>> {
     }
 }
 
-/// Centres of a fleet, and how they are called.
+/// The centres of a fleet, and the means to call them.
 struct Centres {
     urls: Vec<String>,
     bearer: Bearer,
@@ -165,7 +165,7 @@ impl Centres {
         Ok(endpoint)
     }
 
-    /// The first one that is there, from the one with this number on; its number comes along.
+    /// Connects to the first centre that can be reached, beginning with number `from`. Returns its number, too.
     async fn connect(&self, from: usize, patience: Option<Duration>) -> io::Result<(usize, Client)> {
         let believed = self.authority.as_ref().map_or("", |a| &a.1);
         let mut failed = Vec::new();
@@ -188,7 +188,7 @@ impl Centres {
     }
 }
 
-/// What to do about a connection that cannot be made.
+/// Advice for a connection that cannot be made.
 fn hint(cause: &str, authority: &str) -> String {
     let has = |words: &[&str]| words.iter().any(|w| cause.contains(w));
     if has(&["UnknownIssuer", "BadSignature"]) {
@@ -208,7 +208,7 @@ fn hint(cause: &str, authority: &str) -> String {
     }
 }
 
-/// What the centre says, or why nothing was heard of it.
+/// The centre's refusal, or the reason why it did not answer.
 fn refused(e: &Status) -> io::Error {
     use std::error::Error;
     let nobody = |why: &str| {
@@ -216,26 +216,26 @@ fn refused(e: &Status) -> io::Error {
         other(format!("the centre did not answer: {why}; {text}"))
     };
     match (e.source(), e.message()) {
-        // What the centre says itself has no cause here.
+        // A status that the centre itself has sent has no source.
         (Some(inner), _) => nobody(&root_cause(inner)),
-        // Something answered that speaks HTTP and no gRPC.
+        // The peer speaks HTTP but not gRPC.
         (None, text) if text.starts_with("grpc-status header missing") => nobody(text),
         (None, "") => other(format!("the centre did not answer: {}", e.code().description())),
         (None, text) => other(text),
     }
 }
 
-/// What a command's calls run on.
+/// The runtime for a command's calls.
 pub(super) fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// True if the way to the centre has failed, and not the centre refused.
+/// True if the connection has failed; false if the centre has refused.
 fn was_lost(e: &Status) -> bool {
     !e.metadata().contains_key("unirdma-refused") && std::error::Error::source(e).is_some()
 }
 
-/// One call, which is not made again after it was sent.
+/// Makes a call that is not repeated once it was sent.
 pub(super) fn once<T>(centre: &Centre, call: impl AsyncFnOnce(Client) -> Result<T, Status>) -> io::Result<T> {
     runtime()?.block_on(async {
         let (_, client) = centres(centre)?.connect(0, Some(PATIENCE)).await?;
@@ -243,7 +243,7 @@ pub(super) fn once<T>(centre: &Centre, call: impl AsyncFnOnce(Client) -> Result<
     })
 }
 
-/// A call that does no harm a second time: if its centre goes away before it has answered, the next one is asked.
+/// Makes a call that may be repeated: if its centre goes away before it has answered, the next one is asked.
 pub(super) fn again<T>(centre: &Centre, call: impl AsyncFn(Client) -> Result<T, Status>) -> io::Result<T> {
     runtime()?.block_on(async {
         let centres = centres(centre)?;
@@ -259,7 +259,7 @@ pub(super) fn again<T>(centre: &Centre, call: impl AsyncFn(Client) -> Result<T, 
     })
 }
 
-/// All objects that a question is about, page by page.
+/// All objects that match a request, page by page.
 pub(super) fn pages(centre: &Centre, request: v1::GetRequest) -> io::Result<v1::GetResponse> {
     again(centre, async |mut client| {
         let mut request = request.clone();
@@ -279,7 +279,7 @@ pub(super) fn pages(centre: &Centre, request: v1::GetRequest) -> io::Result<v1::
     })
 }
 
-/// Prints what there is and each change, until the centre ends or this is interrupted.
+/// Prints all objects, then each change, until the centre ends the connection or the user interrupts.
 pub(super) fn watch(centre: &Centre, request: v1::WatchRequest) -> io::Result<()> {
     runtime()?.block_on(async {
         let (_, mut client) = centres(centre)?.connect(0, None).await?;

@@ -50,7 +50,8 @@ pub enum ControlCommand {
         /// Without TLS, on loopback only
         #[arg(long)]
         plain: bool,
-        /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Whoever can connect reads how many objects there are and what changes
+        /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Anyone who can connect can read how many objects
+        /// there are and how often they change
         #[arg(long, value_name = "ADDR:PORT")]
         metrics: Option<SocketAddr>,
     },
@@ -78,7 +79,7 @@ pub enum ControlCommand {
     },
 }
 
-/// Runs a command. Gives the exit code.
+/// Runs a command. Returns the exit code.
 pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
     match command {
         ControlCommand::Init { dir, store, url } => init(&dir, store.as_deref(), url)?,
@@ -86,7 +87,7 @@ pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
         ControlCommand::Run { dir, listen, store, name, plain, metrics } => {
             crate::hosting::log_to_stderr();
             let options = unirdma_control::Options { dir, listen, store, plain, names: name, metrics };
-            // Before there are threads, which would get the signals else.
+            // Before there are threads, which would get the signals otherwise.
             let stop = crate::hosting::termination()?;
             tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options, stop))?;
         }
@@ -137,7 +138,7 @@ fn copy(dir: &Path, from: Option<&str>, to: &str, json: bool) -> io::Result<()> 
 
 async fn serve(options: &unirdma_control::Options, stop: OwnedFd) -> io::Result<()> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    // A connection for each host. What the kernel does not give, is missing later.
+    // There is a connection for each host. If the kernel refuses the limit, connections fail later.
     let most = getrlimit(Resource::Nofile).maximum;
     let _ = setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most });
     let (say, stopped) = tokio::sync::oneshot::channel();

@@ -244,7 +244,8 @@ impl From<Vrnic> for v1::Vrnic {
     }
 }
 
-/// Reads what `-f` names: files, `-` for standard input, and directories for their `*.toml` files. All of it is one declaration.
+/// Reads the paths given by `-f`: files, `-` for standard input, and directories for their `*.toml` files. All of them
+/// form one declaration.
 pub(super) fn read(paths: &[PathBuf]) -> io::Result<Vec<v1::Object>> {
     let mut objects = Vec::new();
     for path in paths {
@@ -259,7 +260,7 @@ pub(super) fn read(paths: &[PathBuf]) -> io::Result<Vec<v1::Object>> {
     Ok(objects)
 }
 
-/// The files of a directory that declare something, in the order of their names.
+/// The `*.toml` files of a directory, in the order of their names.
 fn files_of(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("cannot read {}: {e}", dir.display()));
     let entries = std::fs::read_dir(dir).map_err(named)?.collect::<Result<Vec<_>, _>>().map_err(named)?;
@@ -348,7 +349,7 @@ mod tests {
         }
     }
 
-    /// What `get --json` prints may be written here: its names have other capitals.
+    /// The output of `get --json` may be written here; its field names are in camel case.
     #[test]
     fn names_of_fields_may_be_those_of_json() {
         let toml = "[[vrnic]]\nname = \"a\"\nallowSpoof = true\nlimits = { maxQp = 7, maxFilled = \"none\" }\n";

@@ -1,4 +1,5 @@
-//! Commands about a whole fleet: they call a control centre, or are one. Only they start an asynchronous runtime.
+//! Commands about a whole fleet: they call a control centre, or run one. Only these commands start an asynchronous
+//! runtime.
 
 mod call;
 mod control;
@@ -13,11 +14,11 @@ use unirdma_fleet::v1;
 
 pub use control::ControlCommand;
 
-/// Where the centre is, and who asks.
+/// Options of commands that call a centre.
 #[derive(Args)]
 pub struct Centre {
-    /// The control centre, or several of a fleet with commas between them, of which the first that is there is asked [default: what
-    /// `unirdma control init` has written into the user's configuration]
+    /// The control centre, or several of a fleet with commas between them: the first one that can be reached is asked
+    /// [default: as `unirdma control init` has written into the user's configuration]
     #[arg(long, value_name = "URL[,URL...]", env = "UNIRDMA_CENTRE")]
     centre: Option<String>,
     /// Certificate of its authority: `authority.pem` of its directory
@@ -51,12 +52,12 @@ impl KindArg {
 /// Commands about a fleet.
 #[derive(Subcommand)]
 pub enum FleetCommand {
-    /// Be the control centre of a fleet of hosts, or make one
+    /// Run the control centre of a fleet of hosts, or create one
     Control {
         #[command(subcommand)]
         command: ControlCommand,
     },
-    /// Make groups, vRNICs and rules of a fleet what files declare, all of them or nothing
+    /// Change the objects of a fleet to what files declare, all of them or none
     #[command(after_help = declared::EXAMPLES)]
     Apply {
         /// A file (TOML), a directory for its *.toml files, or - for standard input; may be given more than once
@@ -160,20 +161,20 @@ pub enum TokenCommand {
         after_help = "Examples:\n  unirdma token create --role join --host h1           host h1 may join by it, once\n  unirdma token create --role tenant --group blue --host h1 --expires 30d\n  unirdma token create dashboard --role reader"
     )]
     Create {
-        /// What it is called [default: token-1, ...]
+        /// Name of the token [default: token-1, ...]
         #[arg(default_value = "", hide_default_value = true)]
         name: String,
-        /// What it may do
+        /// Role of the token
         #[arg(long)]
         role: RoleArg,
         /// A group of the tenant; may be given more than once
         #[arg(long)]
         group: Vec<String>,
-        /// The host that joins by it [default: any that is new]. Of a tenant: a host on which it may put vRNICs, beside those that have
-        /// vRNICs of its groups; may be given more than once; `*` is any
+        /// Of a join token: the host that joins by it [default: any new host]. Of a tenant: a host on which it may put
+        /// vRNICs, in addition to hosts that have vRNICs of its groups; may be given more than once; `*` is any host
         #[arg(long)]
         host: Vec<String>,
-        /// After which time it holds no more: a number with m, h or d [default: never]
+        /// Lifetime of the token: a number with m, h or d [default: unlimited]
         #[arg(long, value_name = "TIME", value_parser = show::duration)]
         expires: Option<u64>,
         #[command(flatten)]
@@ -184,9 +185,9 @@ pub enum TokenCommand {
         #[command(flatten)]
         centre: Centre,
     },
-    /// Take a token away: what was begun with it ends
+    /// Revoke a token, and end what was begun with it
     Revoke {
-        /// What it is called
+        /// Name of the token
         name: String,
         #[command(flatten)]
         centre: Centre,
@@ -219,10 +220,10 @@ pub enum SecretCommand {
     },
 }
 
-/// Runs a command. Gives the exit code.
+/// Runs a command. Returns the exit code.
 ///
 /// # Errors
-/// What the centre refuses, or why it cannot be reached, in one line.
+/// The centre refuses, or cannot be reached; one line says why.
 pub fn run(command: FleetCommand) -> io::Result<u8> {
     match command {
         FleetCommand::Control { command } => control::run(command),
@@ -274,10 +275,10 @@ pub fn run(command: FleetCommand) -> io::Result<u8> {
     }
 }
 
-/// Runs a command about the secrets with which hosts of a fleet authenticate their packets. Gives the exit code.
+/// Runs a command about the secrets with which hosts of a fleet authenticate their packets. Returns the exit code.
 ///
 /// # Errors
-/// What the centre refuses, or why it cannot be reached.
+/// The centre refuses, or cannot be reached.
 pub fn secret(SecretCommand::Rotate { group, centre }: SecretCommand) -> io::Result<u8> {
     let request = v1::RotateSecretRequest { group: group.clone() };
     let done = call::once(&centre, async |mut c| Ok(c.rotate_secret(request).await?.into_inner()))?;
@@ -288,7 +289,7 @@ pub fn secret(SecretCommand::Rotate { group, centre }: SecretCommand) -> io::Res
 /// Moves a vRNIC to another host.
 ///
 /// # Errors
-/// What the centre refuses, or why it cannot be reached.
+/// The centre refuses, or cannot be reached.
 pub fn move_vrnic(vrnic: String, host: String, centre: &Centre) -> io::Result<u8> {
     let request = v1::MoveRequest { vrnic, host };
     let done = call::again(centre, async |mut c| Ok(c.r#move(request.clone()).await?.into_inner()))?;

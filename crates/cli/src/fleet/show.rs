@@ -1,4 +1,4 @@
-//! What commands about a fleet print.
+//! Output of commands about a fleet.
 
 use std::io::{self, Write};
 
@@ -25,7 +25,7 @@ pub(super) fn now() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// Reads a duration, as `90m`, `12h` or `30d`, as seconds.
+/// Reads a duration, as `90m`, `12h` or `30d`, in seconds.
 pub(super) fn duration(text: &str) -> Result<u64, String> {
     let wrong = || format!("`{text}` is no time; write 90m, 12h or 30d");
     let unit = match text.chars().last() {
@@ -56,7 +56,7 @@ fn line(change: &v1::Change) -> Option<String> {
     Some(format!("{verb} {} {}{more}", object.kind(), object.name()))
 }
 
-/// What a change made, or would make.
+/// Prints the changes that were made, or would be made.
 pub(super) fn applied(done: &v1::ApplyResponse, dry_run: bool, json: bool) -> io::Result<()> {
     json_or(done, json, || {
         let mut lines: Vec<String> = done.changes.iter().filter_map(line).collect();
@@ -69,7 +69,7 @@ pub(super) fn applied(done: &v1::ApplyResponse, dry_run: bool, json: bool) -> io
     })
 }
 
-/// The fields of an object, as JSON has them.
+/// The fields of an object, as in JSON.
 fn fields(object: Option<&v1::Object>) -> serde_json::Map<String, Value> {
     let value = object.and_then(|o| o.object.as_ref()).and_then(|o| match o {
         Object::Host(o) => serde_json::to_value(o).ok(),
@@ -80,7 +80,7 @@ fn fields(object: Option<&v1::Object>) -> serde_json::Map<String, Value> {
     if let Some(Value::Object(map)) = value { map } else { serde_json::Map::new() }
 }
 
-/// What would change, field by field.
+/// Prints the changes that would be made, field by field.
 pub(super) fn difference(done: &v1::ApplyResponse, json: bool) -> io::Result<()> {
     json_or(done, json, || {
         let mut lines = Vec::new();
@@ -114,7 +114,7 @@ fn number(n: Option<impl ToString>) -> String {
     n.map_or("-".into(), |n| n.to_string())
 }
 
-/// A limit in units of 1000, as it is declared; 0 is none.
+/// A limit with a decimal prefix, as it is declared; 0 means that there is none.
 fn limit(n: Option<u64>, unit: &str) -> String {
     match n {
         None => "-".into(),
@@ -123,13 +123,13 @@ fn limit(n: Option<u64>, unit: &str) -> String {
     }
 }
 
-/// Weight, rate and operations of a share. What is not stated is `-`: a vRNIC has those of its group then.
+/// Weight, rate and operations of a share; `-` for a value that is not stated, which a vRNIC takes from its group.
 fn share(s: Option<&v1::Share>) -> [String; 3] {
     let s = s.copied().unwrap_or_default();
     [number(s.weight), limit(s.rate, "bit/s"), limit(s.ops, "")]
 }
 
-/// What is wrong with a host: its clock, and what it could not do.
+/// Problems of a host: a wrong clock, and work that failed.
 fn problems(s: &v1::HostState) -> String {
     let off = s.clock_ms.unsigned_abs() / 1_000;
     let clock = (s.connected && off >= 5).then(|| {
@@ -144,7 +144,7 @@ fn rows(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     table(&std::iter::once(head).chain(rows).collect::<Vec<_>>())
 }
 
-/// Objects with what is known of them.
+/// Prints objects and their state.
 pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io::Result<()> {
     let all = || found.objects.iter().filter_map(|o| o.object.as_ref());
     json_or(found, json, || match kind {
@@ -220,7 +220,7 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
     })
 }
 
-/// A piece of news of those who watch.
+/// Prints a message of `watch`.
 pub(super) fn news(m: &v1::WatchResponse, json: bool) -> io::Result<()> {
     if json {
         return out(&serde_json::to_string(m)?);
@@ -237,7 +237,7 @@ pub(super) fn news(m: &v1::WatchResponse, json: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// The log of changes.
+/// Prints the log of changes.
 pub(super) fn audit(found: &v1::AuditResponse, json: bool) -> io::Result<()> {
     json_or(found, json, || {
         let lines = found.entries.iter().flat_map(|e| {
@@ -248,7 +248,7 @@ pub(super) fn audit(found: &v1::AuditResponse, json: bool) -> io::Result<()> {
     })
 }
 
-/// Tokens.
+/// Prints tokens.
 pub(super) fn tokens(found: &v1::ListTokensResponse, json: bool) -> io::Result<()> {
     json_or(found, json, || {
         let lines = found.tokens.iter().map(|t| {
@@ -265,7 +265,7 @@ pub(super) fn tokens(found: &v1::ListTokensResponse, json: bool) -> io::Result<(
     })
 }
 
-/// The centre in figures.
+/// Prints the centre's figures.
 pub(super) fn status(s: &v1::StatusResponse, json: bool) -> io::Result<()> {
     json_or(s, json, || {
         let line = |name: &str, value: String| vec![name.to_owned(), value];

@@ -1,4 +1,4 @@
-//! Rates: what changed from one answer of the virtual layer to the next.
+//! Rates: the changes from one answer of the virtual layer to the next.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -20,19 +20,19 @@ impl Sample {
     }
 }
 
-/// What a table shows of a vRNIC.
+/// A row of the table: one vRNIC.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Row {
     pub name: String,
     pub group: String,
     pub up: bool,
-    /// A second.
+    /// Rates per second.
     pub sent_bytes: f64,
     pub received_bytes: f64,
     pub sends: f64,
     pub receives: f64,
     pub errors: f64,
-    /// Of one processor.
+    /// Share of one processor.
     pub cpu: f64,
     pub qps: usize,
     pub mrs: usize,
@@ -94,7 +94,7 @@ impl Row {
         contains(&self.name) || contains(&self.group)
     }
 
-    /// What sorts, and is shown as a number.
+    /// The value by which a column sorts, and which it shows as a number.
     fn number(&self, column: Column) -> f64 {
         match column {
             Column::Name | Column::Group => 0.0,
@@ -153,14 +153,14 @@ impl Row {
     }
 }
 
-/// The vRNICs of `after`, with what they did since `before`. One that was not there before has no rates yet.
+/// The vRNICs of `after`, with their rates since `before`. A vRNIC that is not in `before` has no rates yet.
 pub(super) fn rows(before: &Sample, after: &Sample) -> Vec<Row> {
     let seconds = after.at.duration_since(before.at).as_secs_f64().max(1e-3);
     let row = |v: &VrnicInfo| {
         let of = |count: fn(&VrnicInfo) -> u64| {
             let Some(was) = before.vrnics.get(&v.name) else { return 0.0 };
             let (was, is) = (count(was), count(v));
-            // A worker that was started anew counts from 0, and so does a vRNIC that was made anew.
+            // Counters begin at 0 when a worker is started again or a vRNIC is made again.
             is.checked_sub(was).unwrap_or(is) as f64 / seconds
         };
         Row {
@@ -181,7 +181,8 @@ pub(super) fn rows(before: &Sample, after: &Sample) -> Vec<Row> {
     after.vrnics.values().map(row).collect()
 }
 
-/// Numbers: largest first; names: first ones first. `reversed`: the other way round. Equal ones stand in the order of their names.
+/// Sorts numbers largest first, and names alphabetically; `reversed`: the other way round. Equal rows are in the order
+/// of their names.
 pub(super) fn sort(rows: &mut [Row], column: Column, reversed: bool) {
     let order = |a: &Row, b: &Row| match column {
         Column::Name => Ordering::Equal,
@@ -219,7 +220,8 @@ mod tests {
         let mut rows = rows(&before, &after);
         sort(&mut rows, Column::Name, false);
         let got: Vec<_> = rows.iter().map(|r| (r.name.as_str(), r.sent_bytes, r.errors, r.cpu)).collect();
-        // b has lost its worker meanwhile and counts from 0; what the new one did before it was seen is not of this interval.
+        // The worker of b was started again meanwhile, so its counters began at 0. The activity of the new vRNIC before
+        // it was first seen does not belong to this interval.
         assert_eq!(got, [("a", 1000.0, 0.0, 0.25), ("b", 150.0, 2.0, 0.0), ("new", 0.0, 0.0, 0.0)]);
     }
 

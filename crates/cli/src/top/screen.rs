@@ -1,4 +1,4 @@
-//! What stands on the screen, as lines of text.
+//! The contents of the screen, as lines of text.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ const RED: &str = "\x1b[1;31m";
 const REVERSE: &str = "\x1b[7m";
 const PLAIN: &str = "\x1b[0m";
 
-/// Lines above the rows, and below them.
+/// Lines above and below the rows.
 const ABOVE: usize = 3;
 const BELOW: usize = 1;
 
@@ -33,24 +33,24 @@ const HELP: [&str; 14] = [
     "  QPS, MRS             queue pairs and memory regions",
 ];
 
-/// What is shown, and how.
+/// The state of the screen.
 pub(super) struct View {
     rows: Vec<Row>,
     sort: Column,
     reversed: bool,
     filter: String,
-    /// Letters go to the filter.
+    /// True while letters go to the filter.
     typing: bool,
     paused: bool,
     help: bool,
-    /// Rows that were scrolled away.
+    /// Rows that were scrolled away at the top.
     offset: usize,
-    /// Rows that fit.
+    /// Rows that fit on the screen.
     page: usize,
     delay: Duration,
-    /// There was a table.
+    /// True once there was a table.
     begun: bool,
-    /// Why there is no newer one.
+    /// Why the last request failed.
     failed: Option<String>,
 }
 
@@ -72,19 +72,19 @@ impl View {
         }
     }
 
-    /// Shows these from now on.
+    /// Shows these rows, unless the screen is paused.
     pub fn show(&mut self, rows: Vec<Row>) {
         if !self.paused {
             (self.rows, self.failed, self.begun) = (rows, None, true);
         }
     }
 
-    /// The virtual layer does not answer.
+    /// Notes that the virtual layer does not answer.
     pub fn fail(&mut self, why: &std::io::Error) {
         self.failed = Some(why.to_string());
     }
 
-    /// Does what a key stands for; true if that is to end.
+    /// Handles a key. Returns true if the program is to end.
     pub fn press(&mut self, key: Key) -> bool {
         if self.typing {
             match key {
@@ -123,7 +123,7 @@ impl View {
         self.sort = Column::ALL[(at + by) % Column::ALL.len()];
     }
 
-    /// The lines of a screen of this size; none is wider.
+    /// The lines of a screen of this size. No line is wider than `width`.
     pub fn lines(&mut self, width: usize, height: usize) -> Vec<String> {
         if self.help {
             return HELP.iter().map(|l| cut(l, width)).collect();
@@ -198,7 +198,7 @@ fn totals(all: &Row) -> String {
     )
 }
 
-/// Widths of the columns: names have what the others leave.
+/// Widths of the columns. Names get the width that the other columns leave.
 fn widths(width: usize) -> Vec<usize> {
     let fixed = |c: &Column| match c {
         Column::Name => 0,
@@ -211,7 +211,7 @@ fn widths(width: usize) -> Vec<usize> {
     };
     let mut widths: Vec<usize> = Column::ALL.iter().map(fixed).collect();
     let left = width.saturating_sub(widths.iter().sum::<usize>() + widths.len() - 1);
-    // Beyond what most names have, names and groups share.
+    // Names and groups share the width beyond 24 characters.
     let (name, group) = if left > 24 { (24 + (left - 24) / 2, (left - 24) / 2) } else { (left.max(8), 0) };
     widths[0] = name.min(32);
     widths[1] = (widths[1] + group).min(32);
@@ -228,12 +228,12 @@ fn paint(how: &str, text: &str) -> String {
     format!("{how}{text}{PLAIN}")
 }
 
-/// At most `width` characters.
+/// Cuts a text to `width` characters.
 fn cut(text: &str, width: usize) -> String {
     text.chars().take(width).collect()
 }
 
-/// Exactly `width` characters; a text that is longer ends with `~`.
+/// Brings a text to exactly `width` characters; a longer text ends with `~`.
 fn pad(text: &str, width: usize, left: bool) -> String {
     match (text.chars().count() > width, left) {
         (true, _) => cut(text, width.saturating_sub(1)) + "~",
@@ -259,7 +259,7 @@ mod tests {
         view
     }
 
-    /// Text without its colours.
+    /// A line without its colours.
     fn plain(line: &str) -> String {
         let mut text = String::new();
         let mut rest = line;
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(names(&mut v, 7), ["17", "18", "19"]);
         press(&mut v, &[Key::Home, Key::Char('r'), Key::Left, Key::Left]);
         assert_eq!(names(&mut v, 7), ["00", "01", "02"]);
-        // What is typed is a filter, also a letter that is a key otherwise.
+        // While a filter is typed, letters go to the filter, also letters that are keys otherwise.
         let typed = [Key::Char('/'), Key::Char('R'), Key::Char('e'), Key::Char('q'), Key::Backspace];
         assert!(!press(&mut v, &typed));
         assert_eq!(names(&mut v, 7), ["01", "03", "05"]);

@@ -1,4 +1,4 @@
-//! The terminal: taken for a while, and given back as it was.
+//! The terminal: taken while the program runs, and given back as it was.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -6,11 +6,11 @@ use std::os::fd::AsFd;
 
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetwinsize, tcsetattr};
 
-/// Another screen, without a cursor, whose lines do not wrap; and back.
+/// Control sequences: another screen, without a cursor, whose lines do not wrap; and back.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l\x1b[?7l";
 const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
 
-/// A terminal whose keys come one by one. Dropped, it is as it was before, and so it is if the program panics.
+/// A terminal whose keys come one by one. It is restored on drop, and when the program panics.
 pub(super) struct Terminal {
     before: Termios,
 }
@@ -32,7 +32,7 @@ impl Terminal {
         Ok(terminal)
     }
 
-    /// Takes the terminal, also again when somebody else had it.
+    /// Takes the terminal. Also called again after another program had it.
     pub fn take(&self) -> io::Result<()> {
         let mut raw = self.before.clone();
         raw.make_raw();
@@ -40,7 +40,7 @@ impl Terminal {
         print(ENTER)
     }
 
-    /// Shows the lines that `lines` makes of a width and a height.
+    /// Draws the lines that `lines` returns for the screen's width and height.
     pub fn draw(&self, lines: impl FnOnce(usize, usize) -> Vec<String>) -> io::Result<()> {
         let size = tcgetwinsize(io::stdout()).ok().filter(|s| s.ws_col > 0 && s.ws_row > 0);
         let (width, height) = size.map_or((80, 24), |s| (s.ws_col.into(), s.ws_row.into()));
@@ -69,7 +69,7 @@ fn print(text: &str) -> io::Result<()> {
     out.flush()
 }
 
-/// What somebody has pressed.
+/// A key that was pressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Char(char),
@@ -88,7 +88,7 @@ pub(super) enum Key {
     Interrupt,
 }
 
-/// The keys that wait; `None` if the terminal is gone.
+/// The keys that are waiting; `None` if the terminal is gone.
 pub(super) fn keys(terminal: &impl AsFd) -> io::Result<Option<Vec<Key>>> {
     let mut buffer = [0; 256];
     match rustix::io::read(terminal, &mut buffer) {
@@ -99,7 +99,7 @@ pub(super) fn keys(terminal: &impl AsFd) -> io::Result<Option<Vec<Key>>> {
     }
 }
 
-/// Reads keys as terminals send them (ECMA-48, and xterm's sequences).
+/// Decodes keys as terminals send them (ECMA-48, and xterm's sequences).
 fn parse(mut bytes: &[u8]) -> Vec<Key> {
     let mut keys = Vec::new();
     while let [first, rest @ ..] = bytes {
@@ -107,7 +107,7 @@ fn parse(mut bytes: &[u8]) -> Vec<Key> {
         match first {
             0x1b => match rest {
                 [b'[' | b'O', sequence @ ..] => {
-                    // Parameters, then one byte that says what it is.
+                    // Parameters, then one byte that names the key.
                     let end = sequence.iter().position(|b| (0x40..=0x7e).contains(b));
                     let Some(end) = end else { break };
                     keys.extend(of_sequence(&sequence[..=end]));
@@ -119,7 +119,7 @@ fn parse(mut bytes: &[u8]) -> Vec<Key> {
             b'\r' | b'\n' => keys.push(Key::Enter),
             0x7f | 8 => keys.push(Key::Backspace),
             b if b.is_ascii_graphic() || *b == b' ' => keys.push(Key::Char(char::from(*b))),
-            // Names are ASCII, so nothing else is of use.
+            // Names are ASCII, so no other byte is of use.
             _ => {}
         }
     }
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(parse(all), expected);
         assert_eq!(parse(b"\x1b"), [Escape]);
         assert_eq!(parse(b"\x1bx"), [Escape, Char('x')]);
-        // A key that is not known, one that is cut off, and letters that no name has.
+        // An unknown key, a sequence that is cut off, and letters that no name has.
         assert_eq!(parse(b"\x1b[15~a"), [Char('a')]);
         assert_eq!(parse(b"a\x1b[1;"), [Char('a')]);
         assert_eq!(parse("\u{e9}z".as_bytes()), [Char('z')]);

@@ -1,4 +1,4 @@
-//! The real centre: `unirdma control` as a process of its own, and what it is asked by its administrator.
+//! The real centre: `unirdma control` as a separate process, and the calls of its administrator.
 
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use unirdma_fleet::v1::{self, object::Object};
 
 use super::dial;
 
-/// Most objects of a call.
+/// Most objects of one `apply` call.
 const MAX_APPLY: usize = 20_000;
 
-/// The process.
+/// The process of the centre.
 pub struct Centre {
     exe: PathBuf,
     dir: PathBuf,
@@ -26,7 +26,7 @@ pub struct Centre {
     pub admin: Admin,
 }
 
-/// Its administrator.
+/// The administrator's connection to the centre.
 #[derive(Clone)]
 pub struct Admin {
     token: String,
@@ -39,7 +39,7 @@ fn other(e: impl std::fmt::Display) -> io::Error {
     io::Error::other(e.to_string())
 }
 
-/// What a call was refused for, in one line.
+/// Converts a refusal by the centre into an error with its message.
 fn said(e: Status) -> io::Error {
     io::Error::other(format!("the centre says: {}", e.message()))
 }
@@ -54,12 +54,13 @@ impl Drop for Centre {
 fn control(exe: &Path, dir: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(exe);
     command.arg("control").args(args).stdin(Stdio::null());
-    // It would write where this user's centre is.
+    // Keeps the command from reading and writing this user's own configuration of a centre.
     command.env("XDG_CONFIG_HOME", dir.join("config")).env_remove("UNIRDMA_TOKEN").env_remove("UNIRDMA_CENTRE");
     command
 }
 
-/// Starts the centre; gives where it listens. It is ended if it says nothing.
+/// Starts the centre. Returns its process and the address at which it listens. Kills the process if it prints no
+/// address.
 fn start(exe: &Path, dir: &Path, listen: &str) -> io::Result<(Child, String)> {
     let fleet = dir.join("fleet").display().to_string();
     let mut child = control(exe, dir, &["run", &fleet, "--listen", listen]).stdout(Stdio::piped()).spawn()?;
@@ -78,7 +79,7 @@ fn start(exe: &Path, dir: &Path, listen: &str) -> io::Result<(Child, String)> {
 }
 
 impl Centre {
-    /// Makes a fleet in a directory, and starts its centre.
+    /// Creates a fleet in `dir` and starts its centre.
     pub async fn begin(exe: &Path, dir: &Path) -> io::Result<Centre> {
         let fleet = dir.join("fleet");
         let made = control(exe, dir, &["init", &fleet.display().to_string()]).output()?;
@@ -94,7 +95,7 @@ impl Centre {
         Ok(Centre { exe: exe.into(), dir: dir.into(), child, admin: Admin { token, authority, address, client } })
     }
 
-    /// Kills it, and starts it anew. Gives how long it takes until it serves.
+    /// Kills the centre and starts it again. Returns the time until it serves.
     pub async fn kill_and_start(&mut self) -> io::Result<Duration> {
         self.child.kill()?;
         self.child.wait()?;
@@ -128,7 +129,7 @@ impl Admin {
         Ok(request)
     }
 
-    /// A host joins. Gives its certificate and its key.
+    /// Joins a host. Returns its certificate and its private key (PEM).
     pub async fn join(&self, host: &str) -> io::Result<(String, String)> {
         let token = v1::Token { id: format!("join-{host}"), role: v1::Role::Join.into(), ..v1::Token::default() };
         let request = self.with_token(v1::CreateTokenRequest { token: Some(token) })?;
@@ -143,7 +144,7 @@ impl Admin {
         Ok((joined.certificate, key.serialize_pem()))
     }
 
-    /// Declares objects, at most so many a call as one may have.
+    /// Declares objects, at most [`MAX_APPLY`] per call.
     pub async fn apply(&self, objects: Vec<Object>) -> io::Result<Vec<v1::ApplyResponse>> {
         let mut answers = Vec::new();
         for part in objects.chunks(MAX_APPLY) {
@@ -171,7 +172,7 @@ impl Admin {
     }
 }
 
-/// What a process has in memory, bytes: now, and at most so far.
+/// Resident memory of a process, bytes: now, and at its peak.
 pub fn memory(pid: u32) -> (u64, u64) {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let of = |what: &str| {

@@ -1,4 +1,5 @@
-//! Connections with a centre, with certificates of its authority on one side or on both, and their bytes counted below TLS.
+//! Connections to a centre by TLS, with a certificate of its authority on one side or on both. Bytes are counted below
+//! TLS.
 
 use std::io;
 use std::pin::Pin;
@@ -17,7 +18,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName}
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tonic::transport::{Channel, Endpoint};
 
-/// How long a connection may take to make. A thousand hosts come at once.
+/// Longest time to make a connection. A thousand hosts connect at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Bytes of a host's connections.
@@ -37,7 +38,8 @@ impl Traffic {
     }
 }
 
-/// Who the centre is known by, and who this end is to it: a certificate and a key (PEM), or nobody.
+/// TLS configuration that trusts `authority` (PEM). `own`: certificate and key (PEM) of this end; `None` for no client
+/// certificate.
 pub fn trust(authority: &str, own: Option<(&str, &str)>) -> io::Result<Arc<ClientConfig>> {
     let mut roots = RootCertStore::empty();
     roots
@@ -58,7 +60,7 @@ pub fn trust(authority: &str, own: Option<(&str, &str)>) -> io::Result<Arc<Clien
     Ok(Arc::new(config))
 }
 
-/// A connection to `address`, `IP:PORT`. It is not made again when it breaks.
+/// Connects to `address`, `IP:PORT`. The connection is not made again when it breaks.
 pub async fn channel(address: &str, tls: &Arc<ClientConfig>, traffic: Option<Arc<Traffic>>) -> io::Result<Channel> {
     let connect = async {
         let tcp = TcpStream::connect(address).await?;

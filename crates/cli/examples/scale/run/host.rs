@@ -1,5 +1,5 @@
-//! A host without a data path: the state machine of `unirdma_fleet::agent` with a certificate and a connection of its own. What it is to do is done
-//! at once.
+//! A host without a data path: the state machine of `unirdma_fleet::agent` with a certificate and a connection of its
+//! own. It reports all work as done at once.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,7 +17,7 @@ use unirdma_fleet::v1::{self, to_host};
 
 use super::dial;
 
-/// Time between two reports, as of a real host.
+/// Interval of reports. A real host uses the same.
 const REPORT: Duration = Duration::from_secs(5);
 const MAX_MESSAGE: usize = 64 << 20;
 
@@ -25,9 +25,9 @@ const MAX_MESSAGE: usize = 64 << 20;
 #[derive(Clone, Copy)]
 pub struct InForce {
     pub at: Instant,
-    /// What the host had received by then, bytes of TCP.
+    /// TCP bytes that the host had received by then.
     pub received: u64,
-    /// It was told everything.
+    /// True if the update was the whole table.
     pub whole: bool,
 }
 
@@ -37,16 +37,16 @@ pub struct Host {
     address: String,
     began: Instant,
     agent: Mutex<Agent>,
-    /// Bytes of TCP, so with all that TLS and HTTP/2 add.
+    /// TCP bytes, which include TLS and HTTP/2.
     pub traffic: Arc<dial::Traffic>,
     in_force: Mutex<Vec<InForce>>,
-    /// Parts of everything are coming.
+    /// True while parts of a whole table arrive.
     whole: AtomicBool,
     revision: AtomicU64,
-    /// It may connect.
+    /// True if the host may connect.
     free: AtomicBool,
     wake: Notify,
-    /// Somebody waits for what hosts put in force.
+    /// Notified when this host has put an update in force.
     news: Arc<Notify>,
 }
 
@@ -85,12 +85,12 @@ impl Host {
         }))
     }
 
-    /// The last revision of an update that is in force.
+    /// Revision of the last update that is in force.
     pub fn revision(&self) -> u64 {
         self.revision.load(Ordering::Acquire)
     }
 
-    /// What it has put in force since this was asked last.
+    /// Returns and clears the updates put in force since the last call.
     pub fn take_news(&self) -> Vec<InForce> {
         std::mem::take(&mut *locked(&self.in_force))
     }
@@ -99,17 +99,17 @@ impl Host {
         locked(&self.agent).status(self.now()).connected
     }
 
-    /// Everything that it has.
+    /// The whole table of this host.
     pub fn table(&self) -> v1::Update {
         locked(&self.agent).snapshot()
     }
 
-    /// Bytes of everything that it has, as it is kept on disk.
+    /// Size of the table as it is kept on disk, bytes.
     pub fn bytes(&self) -> usize {
         self.table().encoded_len()
     }
 
-    /// Breaks the connection, and makes no other one until it may.
+    /// Allows or forbids a connection. If forbidden, the present connection is closed.
     pub fn set_free(&self, free: bool) {
         self.free.store(free, Ordering::Release);
         self.wake.notify_one();
@@ -124,7 +124,7 @@ impl Host {
         at.map_or_else(|| Instant::now() + REPORT, |ms| self.began + Duration::from_millis(ms))
     }
 
-    /// Is a host until the task is ended.
+    /// Runs the host until the task is aborted.
     pub async fn run(self: Arc<Self>) {
         loop {
             let free = self.free.load(Ordering::Acquire);
@@ -144,7 +144,7 @@ impl Host {
         }
     }
 
-    /// Does all that is due, but for what is sent; says why the connection is to be closed.
+    /// Does all due work and queues the messages to send. Returns a reason if the connection is to be closed.
     fn step(&self, out: &mpsc::UnboundedSender<v1::FromHost>) -> Option<String> {
         let mut agent = locked(&self.agent);
         let now = self.now();
@@ -204,7 +204,7 @@ impl Host {
         let revision = agent.status(0).revision;
         drop(agent);
         let Some((whole, more)) = part else { return };
-        // A whole table comes in parts, of which only the first one says so.
+        // A whole table comes in several parts, of which only the first has the flag.
         self.whole.fetch_or(whole, Ordering::AcqRel);
         if !more {
             let whole = self.whole.swap(false, Ordering::AcqRel);

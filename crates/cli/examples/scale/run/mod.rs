@@ -1,4 +1,4 @@
-//! What is measured, one thing after the other.
+//! The measurements, one after the other.
 
 mod centre;
 mod dial;
@@ -23,14 +23,14 @@ use model::{Draw, Fleet};
 pub use report::Report;
 use report::{Change, Declared, Memory, Restart, Sample};
 
-/// How long everything may take to come to rest.
+/// Longest wait for any step.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Hosts that join at a time.
+/// Hosts that join at the same time.
 const JOINING: usize = 16;
-/// So long nobody is to be told anything else after a change.
+/// Wait after a change, to see whether hosts that it does not concern are told of it.
 const AFTER: Duration = Duration::from_millis(30);
 
-/// What is measured.
+/// Size and duration of the measurement.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The program `unirdma`.
@@ -40,9 +40,9 @@ pub struct Options {
     pub hosts: usize,
     pub vrnics: usize,
     pub groups: usize,
-    /// vRNICs that are moved, one after the other; fewer of everything else.
+    /// vRNICs that are moved, one after the other. Other kinds of change are made at most a fifth as often.
     pub moves: usize,
-    /// How long nothing happens, to see what that costs.
+    /// Length of the idle measurement.
     pub quiet: Duration,
 }
 
@@ -57,15 +57,15 @@ struct Run<'a> {
     hosts: BTreeMap<String, Arc<Host>>,
     news: Arc<Notify>,
     draw: Draw,
-    /// Of each secret what hosts have.
+    /// For each secret, the value that hosts have.
     secrets: BTreeMap<Key, Vec<u8>>,
     say: &'a dyn Fn(&str),
 }
 
-/// Measures everything.
+/// Runs all measurements.
 ///
 /// # Errors
-/// The centre cannot be run, or a host has what it must not have, or not what it must.
+/// The centre cannot be run, or a host's table is not the expected one.
 pub async fn run(options: &Options, say: &dyn Fn(&str)) -> io::Result<Report> {
     let centre = Centre::begin(&options.exe, &options.dir).await?;
     let hosts: Vec<String> = (0..options.hosts).map(|n| format!("h{n:05}")).collect();
@@ -106,7 +106,7 @@ impl Run<'_> {
         report::Resident { centre, centre_most, hosts }
     }
 
-    /// All hosts join and connect.
+    /// Joins and connects all hosts.
     async fn join(&mut self, tasks: &mut JoinSet<()>) -> io::Result<Duration> {
         let began = Instant::now();
         let names = self.fleet.hosts.clone();
@@ -134,7 +134,7 @@ impl Run<'_> {
         Ok(began.elapsed())
     }
 
-    /// Waits until something is so.
+    /// Waits until `is_so` is true, at most [`PATIENCE`].
     async fn until(&self, what: &str, mut is_so: impl FnMut(&Self) -> bool) -> io::Result<()> {
         let deadline = Instant::now() + PATIENCE;
         while !is_so(self) {
@@ -154,7 +154,7 @@ impl Run<'_> {
         self.hosts.values().map(|h| h.traffic.sent()).sum()
     }
 
-    /// Everything is declared, and told.
+    /// Declares everything and waits until every host has its table.
     async fn declare(&mut self) -> io::Result<Declared> {
         let parts = model::declare(&self.fleet.hosts, self.options.vrnics, self.options.groups);
         let objects = parts.iter().map(Vec::len).sum();
@@ -172,7 +172,8 @@ impl Run<'_> {
             }
         }
         let declared = began.elapsed();
-        // The last call has rules, which do not concern all hosts: what each must have says whether it has all.
+        // The last call declares rules, which do not concern all hosts. So each host's table is compared with the
+        // expected one.
         let mut waits: BTreeSet<String> = self.fleet.hosts.iter().cloned().collect();
         let deadline = Instant::now() + PATIENCE;
         let mut last = began;
@@ -207,7 +208,7 @@ impl Run<'_> {
         })
     }
 
-    /// Every host has all that it must have, and nothing else.
+    /// Checks that every host has exactly its expected table.
     fn check_all(&mut self) -> io::Result<()> {
         for name in self.fleet.hosts.clone() {
             self.check(&name)?;
@@ -222,7 +223,7 @@ impl Run<'_> {
         }
     }
 
-    /// What it costs that nothing happens: bytes a second of one host, both ways.
+    /// Idle traffic of one host, both directions, bytes per second.
     async fn quiet(&self) -> f64 {
         (self.say)("nothing happens");
         let (bytes, began) = (self.received() + self.sent(), Instant::now());
@@ -230,7 +231,7 @@ impl Run<'_> {
         (self.received() + self.sent() - bytes) as f64 / began.elapsed().as_secs_f64() / self.hosts.len() as f64
     }
 
-    /// One change after the other.
+    /// Makes and measures changes of each kind, one after the other.
     async fn changes(&mut self) -> io::Result<Vec<Change>> {
         let (moves, few) = (self.options.moves, (self.options.moves / 5).max(1));
         let small = self.options.groups - self.options.groups / 5;
@@ -311,8 +312,9 @@ impl Run<'_> {
         self.change(&[&group], Some(&to), async |c| c.move_vrnic(name, &to).await).await
     }
 
-    /// Makes a change that concerns at most the hosts of these groups, of those that rules join with them, and one more; measures it, and looks
-    /// whether exactly those hosts were told who have something else now.
+    /// Makes and measures one change. It may concern the hosts of `groups`, the hosts of groups that rules join with
+    /// these, and `more`. Counts the hosts that were told of the change although their tables did not change, and
+    /// checks the tables of all hosts that were told or concerned.
     async fn change(
         &mut self,
         groups: &[&str],
@@ -360,7 +362,7 @@ impl Run<'_> {
         Ok(sample)
     }
 
-    /// A host is away while something changes, and comes back with what it had.
+    /// Disconnects a host, makes changes, and lets the host come back with its old table.
     async fn come_back(&mut self) -> io::Result<Restart> {
         (self.say)("a host comes back with what it had");
         let vrnic = self.fleet.vrnics.keys().nth(self.options.vrnics / 2).cloned().expect("there are vRNICs");
@@ -391,10 +393,10 @@ impl Run<'_> {
         Ok(Restart { serves_s: 0.0, told_s, received, sent, wholes, processor_s: 0.0 })
     }
 
-    /// The centre is killed and started again under all hosts.
+    /// Kills the centre and starts it again while all hosts are connected.
     async fn restart(&mut self) -> io::Result<Restart> {
         (self.say)("the centre is killed and started again");
-        // Hosts hear of the newest revision within two seconds.
+        // Hosts are told the newest revision within two seconds.
         tokio::time::sleep(Duration::from_secs(3)).await;
         self.hosts.values().for_each(|h| _ = h.take_news());
         let (received, sent) = (self.received(), self.sent());
@@ -409,7 +411,7 @@ impl Run<'_> {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let told_s = began.elapsed().as_secs_f64();
-        // One more change, to which all must get: a vRNIC of the widest group is made.
+        // One more change, which must reach all hosts: adds a vRNIC to the widest group.
         let host = self.fleet.hosts[0].clone();
         let object = v1::Vrnic { name: "last".into(), group: model::WIDEST.into(), host, ..v1::Vrnic::default() };
         let answer = one(self.centre.admin.apply(vec![Object::from(object)]).await?)?;
@@ -429,12 +431,12 @@ fn one(answers: Vec<v1::ApplyResponse>) -> io::Result<v1::ApplyResponse> {
     answers.into_iter().next().ok_or_else(|| other("the centre answered nothing"))
 }
 
-/// A directory that goes with this value.
+/// A temporary directory, removed on drop.
 pub struct Scratch(PathBuf);
 
 impl Scratch {
     /// # Errors
-    /// It cannot be made.
+    /// The directory cannot be made.
     pub fn new() -> io::Result<Scratch> {
         let dir = std::env::temp_dir().join(format!("unirdma-scale-{}", std::process::id()));
         std::fs::create_dir(&dir)?;

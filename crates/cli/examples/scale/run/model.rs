@@ -1,12 +1,12 @@
-//! What is declared, and what each host must have been told because of it. This follows from the meaning of groups and rules alone, and knows
-//! nothing of how the centre finds it.
+//! The declared objects, and the table that each host must have because of them. Tables are derived from the meaning of
+//! groups and rules alone, independently of the centre's code.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use unirdma_fleet::agent::{Key, key_of};
 use unirdma_fleet::v1::{self, item::Item, object::Object};
 
-/// A generator of numbers that are the same each time.
+/// A random number generator with a fixed sequence.
 pub struct Draw(u64);
 
 impl Draw {
@@ -42,7 +42,7 @@ struct Rule {
     ends: [End; 2],
 }
 
-/// All that is declared.
+/// All declared objects.
 #[derive(Default)]
 pub struct Fleet {
     pub hosts: Vec<String>,
@@ -52,15 +52,16 @@ pub struct Fleet {
     on: BTreeMap<String, BTreeSet<String>>,
 }
 
-/// What a host must have. Of a secret only the key is known here.
+/// The pieces that a host must have. Of a secret only the key is known here, so its value is `None`.
 pub type Table = BTreeMap<Key, Option<Item>>;
 
-/// The group that has vRNICs on all hosts.
+/// The group with vRNICs on all hosts.
 pub const WIDEST: &str = "everywhere";
 
-/// A fleet of this size as objects: groups, vRNICs and rules. One group of a hundredth of the vRNICs has them on all hosts; a hundredth of the
-/// groups has a tenth of the vRNICs on many hosts; all others are small, each on up to four hosts. A rule joins each tenth small group with the
-/// next one, some of these by a single vRNIC. Each twentieth group has a secret.
+/// The objects of a fleet of this size: groups, vRNICs and rules. One group has a hundredth of the vRNICs, on all
+/// hosts. A hundredth of the groups have a tenth of the vRNICs, on many hosts. All other groups are small, each on up
+/// to four hosts. A rule joins each tenth small group with the next one; some of these rules name a single vRNIC. Each
+/// twentieth group has a secret.
 pub fn declare(hosts: &[String], vrnics: usize, groups: usize) -> [Vec<Object>; 3] {
     let mut draw = Draw::new(1);
     let medium = (groups / 100).max(1);
@@ -96,15 +97,15 @@ pub fn declare(hosts: &[String], vrnics: usize, groups: usize) -> [Vec<Object>; 
 }
 
 impl Fleet {
-    /// Nothing is declared, and these hosts will join. Their names are in order.
+    /// An empty fleet of these hosts, which must be sorted.
     pub fn new(hosts: Vec<String>) -> Fleet {
         Fleet { hosts, ..Fleet::default() }
     }
 
-    /// Takes in what the centre says that has changed.
+    /// Applies changes that the centre has reported.
     ///
     /// # Panics
-    /// It names what does not exist.
+    /// A change names an object that does not exist.
     pub fn take(&mut self, changes: Vec<v1::Change>) {
         for change in changes {
             let of = |o: Option<v1::Object>| o.and_then(|o| o.object);
@@ -162,7 +163,7 @@ impl Fleet {
         self.on.get(host).into_iter().flatten().map(|v| &self.vrnics[v])
     }
 
-    /// A group, and those that rules join with it.
+    /// The group, and the groups that rules join with it.
     pub fn joined(&self, group: &str) -> BTreeSet<String> {
         let ends = self.groups[group].rules.iter().flat_map(|r| &self.rules[r].ends).map(|e| e.group.clone());
         ends.chain([group.into()]).collect()
@@ -179,16 +180,16 @@ impl Fleet {
         all.map(|v| &self.vrnics[v])
     }
 
-    /// What a host must have.
+    /// The table that a host must have.
     ///
     /// # Panics
-    /// A piece is none.
+    /// A piece has no key.
     pub fn table(&self, host: &str) -> Table {
         self.part(host, |_| true)
     }
 
-    /// What a host must have because of its vRNICs in some groups. A change of a group changes nothing of what the host has because of others
-    /// than that group and those that rules join with it.
+    /// The part of a host's table that comes from its vRNICs in groups for which `of` is true. A change of a group
+    /// affects only the parts that come from this group and from groups that rules join with it.
     pub fn part(&self, host: &str, of: impl Fn(&str) -> bool) -> Table {
         let mut items: Vec<Item> = Vec::new();
         let mut table = Table::new();
@@ -256,7 +257,8 @@ impl Fleet {
     }
 }
 
-/// What is wrong with what a host has. `secrets` are those that other hosts have.
+/// Compares a host's table with the expected one and describes the first difference. `secrets` has the values that
+/// other hosts have; new ones are added.
 pub fn differs(due: &Table, has: v1::Update, secrets: &mut BTreeMap<Key, Vec<u8>>) -> Option<String> {
     let has: BTreeMap<Key, Item> =
         has.put.into_iter().filter_map(|i| i.item).filter_map(|i| Some((key_of(&i).ok()?, i))).collect();

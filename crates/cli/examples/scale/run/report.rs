@@ -4,24 +4,26 @@ use std::fmt::{self, Display};
 
 use serde::Serialize;
 
-/// How long a vRNIC's move may take until all hosts concerned know it, and how many bytes each of them may be sent for it.
+/// Limits: time until all hosts concerned know of a vRNIC's move, and bytes sent for any change to a host that had the
+/// group before.
 const MOVE_MS: f64 = 100.0;
 const MOVE_BYTES: u64 = 10 << 10;
-/// The change that these limits are for.
+/// The kind of change to which [`MOVE_MS`] applies.
 pub const MOVED: &str = "vRNIC moved";
 
-/// All figures. Bytes are those of TCP, so with TLS and HTTP/2; `received` is what hosts receive, `sent` what they send.
+/// All figures. Bytes are TCP payload, so they include TLS and HTTP/2. `received` counts bytes that hosts receive,
+/// `sent` bytes that hosts send.
 #[derive(Serialize)]
 pub struct Report {
     pub hosts: usize,
     pub vrnics: usize,
     pub groups: usize,
-    /// Until all hosts had joined and were connected.
+    /// Time until all hosts had joined and were connected.
     pub joined_s: f64,
     pub declared: Declared,
     pub memory: Memory,
     pub store_bytes: u64,
-    /// Bytes a second of one host to which nothing happens.
+    /// Idle traffic of one host, bytes per second.
     pub quiet: f64,
     pub changes: Vec<Change>,
     /// A host that came back after five changes.
@@ -30,22 +32,22 @@ pub struct Report {
     pub restart: Restart,
 }
 
-/// Everything was declared while all hosts were connected.
+/// The declaration of all objects, made while all hosts were connected.
 #[derive(Serialize)]
 pub struct Declared {
     pub objects: usize,
-    /// Of each call.
+    /// Duration of each call.
     pub calls_ms: Vec<f64>,
-    /// Until the last call was answered, and until the last host had all that it must have.
+    /// Times until the last call was answered, and until the last host had its whole table.
     pub declared_s: f64,
     pub converged_s: f64,
     pub received: u64,
     pub sent: u64,
-    /// Of the centre.
+    /// Processor time of the centre.
     pub processor_s: f64,
 }
 
-/// Resident memory of the centre, at most so far too, and of the process of all hosts.
+/// Resident memory of the centre, now and at its peak, and of the process that runs all hosts.
 #[derive(Default, Serialize)]
 pub struct Resident {
     pub centre: u64,
@@ -55,12 +57,12 @@ pub struct Resident {
 
 #[derive(Default, Serialize)]
 pub struct Memory {
-    /// All hosts have joined, nothing is declared.
+    /// After all hosts have joined; nothing is declared.
     pub joined: Resident,
-    /// Everything is declared.
+    /// After everything was declared.
     pub declared: Resident,
     pub end: Resident,
-    /// What a host has on average: bytes on its disk, and pieces.
+    /// Averages of one host: bytes on its disk, and pieces.
     pub table: u64,
     pub pieces: u64,
 }
@@ -68,15 +70,15 @@ pub struct Memory {
 /// One change.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
-    /// Until the centre has answered, and until the last host concerned has it in force.
+    /// Times until the centre has answered, and until the last host concerned has it in force.
     pub call_ms: f64,
     pub ms: f64,
-    /// Hosts that were told something, and those of them that it does not concern.
+    /// Hosts that were told something, and hosts among them that it does not concern.
     pub told: usize,
     pub needless: usize,
-    /// What all of them received.
+    /// Bytes that all of them received.
     pub bytes: u64,
-    /// Most that one of them received; and most that one did that had nothing of the group before.
+    /// Most bytes that one host received which had the group before, and one to which the group was new.
     pub host_bytes: u64,
     pub new_host_bytes: u64,
 }
@@ -86,24 +88,24 @@ pub struct Sample {
 pub struct Change {
     pub what: String,
     pub times: usize,
-    /// The answer of the centre.
+    /// Time until the centre's answer.
     pub call_p50_ms: f64,
-    /// All hosts concerned have it in force.
+    /// Time until all hosts concerned have it in force.
     pub p50_ms: f64,
     pub p99_ms: f64,
     pub worst_ms: f64,
     pub told_p50: usize,
     pub told_most: usize,
     pub needless: usize,
-    /// What all hosts received for one change.
+    /// Bytes that all hosts received for one change.
     pub bytes_p50: u64,
     pub bytes_most: u64,
-    /// The most that a host received which had the group, and one to which the group was new.
+    /// Most bytes that one host received which had the group before, and one to which the group was new.
     pub host_bytes_most: u64,
     pub new_host_bytes_most: u64,
 }
 
-/// The value that `percent` of 100 are not above. `all` is in order.
+/// The value at this percentile. `all` is sorted.
 fn percentile<T: Copy + Default>(all: &[T], percent: usize) -> T {
     let n = (all.len() * percent).div_ceil(100).saturating_sub(1);
     all.get(n).copied().unwrap_or_default()
@@ -141,22 +143,22 @@ impl Change {
     }
 }
 
-/// Hosts that have come back.
+/// One host, or all hosts, that came back to a centre.
 #[derive(Serialize)]
 pub struct Restart {
-    /// Until the centre listened, and until the last host was connected and had all.
+    /// Times until the centre listened, and until the last host was connected and up to date.
     pub serves_s: f64,
     pub told_s: f64,
     pub received: u64,
     pub sent: u64,
-    /// Hosts that were told everything.
+    /// Hosts that were told the whole table.
     pub wholes: usize,
-    /// Of the centre.
+    /// Processor time of the centre.
     pub processor_s: f64,
 }
 
 impl Report {
-    /// What is not as it must be, on any machine.
+    /// Faults that do not depend on the machine's speed.
     pub fn wrong(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         for c in &self.changes {
@@ -176,7 +178,7 @@ impl Report {
         wrong
     }
 
-    /// What takes too long.
+    /// Time limits that were exceeded.
     pub fn slow(&self) -> Vec<String> {
         let slow = self.changes.iter().filter(|c| c.what == MOVED && c.p99_ms > MOVE_MS);
         let line = |c: &Change| {
