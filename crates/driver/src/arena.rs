@@ -1,5 +1,5 @@
-//! Shared memory for rings: sealed memory files, given to the virtual layer region by region as more is
-//! needed, and cut into blocks.
+//! Shared memory for rings: sealed memory files, cut into blocks. Each file is given to the virtual layer as a region
+//! when it is needed.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ struct Region {
 pub struct Block {
     /// The memory.
     pub span: Span,
-    /// Where the device finds it.
+    /// Its bus address.
     pub bus: u64,
     region: usize,
     off: usize,
@@ -35,8 +35,8 @@ pub(crate) struct Arena {
     next_bus: u64,
 }
 
-/// A memory file of `wanted` bytes, or less where the process may have no more (`RLIMIT_FSIZE`, `RLIMIT_AS`), but at
-/// least `len`.
+/// Makes a memory file of `wanted` bytes, or fewer if the process may have no more (`RLIMIT_FSIZE`, `RLIMIT_AS`), but
+/// at least `len`.
 fn region(len: usize, wanted: usize) -> Result<MemFd> {
     let mut size = len.max(wanted);
     loop {
@@ -52,7 +52,7 @@ impl Arena {
         Arena { regions: Vec::new(), next_bus: PROCESS_LIMIT * 2 }
     }
 
-    /// Takes `len` bytes of bus address space, never given out again.
+    /// Takes `len` bytes of bus address space, which are never given out again.
     pub fn take_bus(&mut self, len: u64) -> u64 {
         let at = self.next_bus;
         self.next_bus += len.next_multiple_of(1 << 21) + (1 << 21);
@@ -70,7 +70,8 @@ impl Arena {
                 return Ok(b);
             }
         }
-        // As large as all others together, so that there are few, however many rings a program has. What is not used is a hole.
+        // As large as all other regions together, so that there are few, however many rings a program has. Unused parts
+        // are holes of the file.
         let all: usize = self.regions.iter().map(|r| r.span.len()).sum();
         let memfd = region(len.next_multiple_of(4096), all.max(REGION))?;
         let size = memfd.span().len();

@@ -1,9 +1,10 @@
-//! Memory of the way *copy* without system calls: this thread takes a send's data when it is posted, and places a receive's when
-//! its completion is polled.
+//! Memory of the way *copy* without system calls: the calling thread copies a send's data when the send is posted, and
+//! a receive's data when its completion is polled.
 //!
-//! Data that is taken goes into the WQE if there is room, else into a ring of the QP ([`SendRing`]) that the device can map. A
-//! message that comes in for such memory is put by the device into the stage, shared memory of the context, with the addresses
-//! where it belongs. What finds no room is copied by the device, as READ, atomics and the passive side of WRITE always are.
+//! A send's data goes into the WQE if there is room, else into a ring of the QP ([`SendRing`]) that the device can map.
+//! The device puts a message that arrives for such memory into the stage, which is shared memory of the context, with
+//! the addresses to which the message belongs. If there is no room, the device copies the data, as it always does for
+//! READs, atomics and the passive side of a WRITE.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -21,31 +22,31 @@ use crate::context::Context;
 use crate::lock;
 use crate::memory::Served;
 
-/// Bytes of the stage. Its pages take memory when they are used first.
+/// Size of the stage, bytes. Its pages take memory on first use.
 const STAGE_BYTES: usize = 8 << 20;
-/// Messages that a send ring has room for, as far as the bounds below allow.
+/// Messages for which a send ring has room, within the bounds below.
 const MESSAGES: usize = 8;
-/// Fewest bytes of a send ring.
+/// Smallest send ring, bytes.
 const SMALLEST_RING: usize = 64 << 10;
-/// Most bytes of a send ring, unless one message is longer: a ring that the caches do not hold is slower.
+/// Largest send ring, bytes, unless one message is longer. A ring that does not fit into the caches is slower.
 const USUAL_RING: usize = 2 << 20;
-/// Most bytes of a message that goes through a send ring.
+/// Longest message that goes through a send ring, bytes.
 const LARGEST_RING: usize = 4 << 20;
-/// A post waits for room as long as the device retires requests within this time.
+/// A post that waits for room gives up if the device retires no request within this time.
 const PATIENCE: Duration = Duration::from_millis(5);
 
 /// An MR that was registered with the way *copy*.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Known {
     pub pdn: u32,
-    /// Its first byte in this process, the address that WQEs have for it, and its length.
+    /// First byte in this process, address by which WQEs name it, and length.
     pub addr: u64,
     pub iova: u64,
     pub len: u64,
 }
 
 impl Known {
-    /// Where `[addr, addr + len)` of WQEs of PD `pdn` lies in this process.
+    /// The address in this process of `[addr, addr + len)` of WQEs of PD `pdn`, if it lies in this MR.
     fn place(&self, pdn: u32, addr: u64, len: u64) -> Option<u64> {
         let off = addr.checked_sub(self.iova)?;
         (self.pdn == pdn && off <= self.len && len <= self.len - off).then(|| self.addr + off)
@@ -56,12 +57,13 @@ impl Known {
     }
 }
 
-/// What is kept of an MR.
+/// An MR and its counters.
 struct Entry {
     mr: Known,
-    /// Data is taken from it. Of one that is mapped by now, only messages that are in the stage are placed.
+    /// True if data is taken from it. False for an MR that is mapped by now: only messages that are already in the
+    /// stage are placed into it.
     is_taken: bool,
-    /// What was taken from it, and placed into it.
+    /// Accesses that took data from it or placed data into it, and their bytes.
     accesses: AtomicU64,
     bytes: AtomicU64,
 }
@@ -77,17 +79,17 @@ impl Entry {
     }
 }
 
-/// By key.
+/// Entries by key.
 type Table = ByNumber<Entry>;
 
-/// What a context knows of its MRs of the way *copy*, and its stage.
+/// A context's MRs of the way *copy*, and its stage.
 #[derive(Default)]
 pub(crate) struct Bounce {
     known: RwLock<Table>,
-    /// MRs that data is taken from.
+    /// Number of MRs from which data is taken.
     copied: AtomicU32,
     stage: OnceLock<Span>,
-    /// The stage was made, or tried to.
+    /// True once the stage was made, or making it has failed.
     made: Mutex<bool>,
 }
 
@@ -96,7 +98,7 @@ impl Bounce {
         self.known.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes what is known of a key.
+    /// Adds, replaces or removes the entry of a key.
     fn set(&self, table: &mut Table, key: u32, to: Option<Entry>) -> Option<Entry> {
         let is_taken = to.as_ref().is_some_and(|e| e.is_taken);
         let old = match to {
@@ -115,30 +117,30 @@ impl Bounce {
         self.known.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An MR of the way *copy* has this key.
+    /// Adds an MR of the way *copy* under its key.
     pub fn add(&self, key: u32, mr: Known) {
         self.set(&mut self.write(), key, Some(Entry::new(mr, true)));
     }
 
-    /// The MR with key `key` has become what the one with key `by` was, which is gone.
+    /// The MR with key `key` has become the MR that had key `by`, which is gone.
     pub fn replace(&self, key: u32, by: u32, mr: Known) {
         let table = &mut *self.write();
         match self.set(table, by, None) {
             Some(new) => _ = self.set(table, key, Some(new)),
-            // It is mapped from now on. What was in the stage before is still placed.
+            // It is mapped from now on. Messages that are in the stage already are still placed.
             None if table.contains_key(&key) => _ = self.set(table, key, Some(Entry::new(mr, false))),
             None => {}
         }
     }
 
-    /// What was taken from the MR with this key, and placed into it.
+    /// The counters of the MR with this key.
     pub fn served(&self, key: u32) -> Served {
         let counted =
             |e: &Entry| Served { accesses: e.accesses.load(Ordering::Relaxed), bytes: e.bytes.load(Ordering::Relaxed) };
         self.read().get(&key).map(counted).unwrap_or_default()
     }
 
-    /// The MR with this key is gone: its program may have other plans for the memory.
+    /// Removes a deregistered MR: its program may use the memory for something else.
     pub fn remove(&self, ctx: &Context, key: u32) {
         // The lock may have been held by another thread when this child was forked.
         if !ctx.is_inherited() {
@@ -146,7 +148,7 @@ impl Bounce {
         }
     }
 
-    /// True if there are MRs whose data is taken when it is posted.
+    /// True if there are MRs whose data is taken when a send is posted.
     #[inline]
     pub fn is_used(&self) -> bool {
         self.copied.load(Ordering::Relaxed) != 0
@@ -154,7 +156,7 @@ impl Bounce {
 }
 
 impl Context {
-    /// Gives the device a stage, once. Without one it copies.
+    /// Gives the device a stage, once. Without a stage the device copies.
     pub(crate) fn offer_stage(&self) {
         let mut made = lock(&self.bounce.made);
         if std::mem::replace(&mut *made, true) {
@@ -173,7 +175,7 @@ impl Context {
     #[inline(never)]
     pub(crate) fn place(&self, cqe: &abi::Cqe) {
         let Some(record) = Record::of(self, cqe) else { return };
-        // Held until the data is placed: an MR that is deregistered has nothing placed into it any more.
+        // Held until the data is placed, so that nothing is placed into an MR that is deregistered.
         let known = self.bounce.read();
         let (mut off, mut left) = (record.data, cqe.byte_len as usize);
         for i in 0..record.places {
@@ -182,7 +184,7 @@ impl Context {
             let lives = known.get(&p.lkey).filter(|e| e.mr.holds(p.addr, n as u64));
             if let Some(entry) = lives.filter(|_| off + n <= record.stage.len()) {
                 entry.count(n as u64);
-                // SAFETY: the program has registered this memory, and has said so in the receive that this message is for.
+                // SAFETY: the program has registered this memory, and has named it in the receive of this message.
                 unsafe { record.stage.copy_to(off, p.addr as *mut u8, n) };
             }
             (off, left) = (off + n, left - n);
@@ -191,7 +193,7 @@ impl Context {
         record.give_back();
     }
 
-    /// Gives back the record of a completion that nobody wants.
+    /// Gives back the record of a completion that is not delivered.
     pub(crate) fn discard(&self, cqe: &abi::Cqe) {
         if cqe.staged != 0
             && let Some(record) = Record::of(self, cqe)
@@ -231,21 +233,21 @@ impl<'a> Record<'a> {
     }
 }
 
-/// Where the data of a QP's sends lies until the device has sent it, in the order of the WQEs.
+/// A ring for the data of a QP's sends, in the order of the WQEs. Data stays until the device has sent it.
 #[derive(Default)]
 pub(crate) struct SendRing {
     block: Option<Block>,
     size: usize,
-    /// Where the next data goes.
+    /// Offset of the next data.
     head: usize,
-    /// WQEs with data here: index, and where it begins.
+    /// WQEs with data here: index, and offset of the data.
     used: VecDeque<(u32, usize)>,
-    /// The device has not retired anything while a post waited.
+    /// True if the device retired nothing while a post waited.
     stuck: bool,
 }
 
 impl SendRing {
-    /// Forgets WQEs that the device has retired: those below `retired`.
+    /// Frees the room of WQEs with an index below `retired`, which the device has retired.
     fn reclaim(&mut self, retired: u32) {
         while self.used.front().is_some_and(|u| retired.wrapping_sub(u.0.wrapping_add(1)) as i32 >= 0) {
             self.used.pop_front();
@@ -253,7 +255,7 @@ impl SendRing {
         }
     }
 
-    /// The WQEs from index `from` on were never published.
+    /// Frees the room of the WQEs from index `from` on, which were never published.
     pub fn forget_from(&mut self, from: u32) {
         while self.used.back().is_some_and(|u| u.0.wrapping_sub(from) as i32 >= 0) {
             if let Some((_, start)) = self.used.pop_back() {
@@ -262,12 +264,12 @@ impl SendRing {
         }
     }
 
-    /// The QP has no WQEs any more.
+    /// Frees all room, because the QP has no WQEs any more.
     pub fn clear(&mut self) {
         self.used.clear();
     }
 
-    /// Gives its memory back.
+    /// Frees the memory of the ring.
     pub fn free(&mut self, ctx: &Context) {
         self.clear();
         self.size = 0;
@@ -276,10 +278,10 @@ impl SendRing {
         }
     }
 
-    /// A place for `n` bytes, if there is one now.
+    /// Offset of `n` free bytes, if there are any now.
     fn find(&mut self, n: usize) -> Option<usize> {
         let Some(&(_, tail)) = self.used.front() else {
-            // What was used last is in the caches still.
+            // An empty ring begins at 0 again, because bytes that were used before are still in the caches.
             return (n <= self.size).then_some(0);
         };
         if self.head <= tail {
@@ -288,7 +290,7 @@ impl SendRing {
         if self.size - self.head >= n { Some(self.head) } else { (tail > n).then_some(0) }
     }
 
-    /// Makes the ring as large as messages of `n` bytes want it, if nothing is in it.
+    /// Enlarges the ring for messages of `n` bytes, if it is empty.
     fn grow(&mut self, ctx: &Context, n: usize) {
         let most = USUAL_RING.max(n.next_power_of_two());
         let wanted = n.saturating_mul(MESSAGES).next_power_of_two().clamp(SMALLEST_RING, most);
@@ -302,7 +304,8 @@ impl SendRing {
         }
     }
 
-    /// A place for `n` bytes of WQE `index`. `publish` is called before it waits; false if it may not wait.
+    /// Takes `n` bytes for WQE `index`. Calls `publish` before it waits for room, and does not wait if `publish`
+    /// returns false.
     fn take(
         &mut self,
         ctx: &Context,
@@ -349,27 +352,27 @@ impl SendRing {
     }
 }
 
-/// A QP's send queue, as far as data is taken for it.
+/// A QP's send queue, for taking the data of one request.
 pub(crate) struct Taker<'a> {
     pub ctx: &'a Context,
     pub pdn: u32,
     pub max_inline: u32,
     pub rings: &'a QpRings,
     pub ring: &'a mut SendRing,
-    /// WQE that the data is for.
+    /// Index of the WQE that the data is for.
     pub index: u32,
 }
 
 impl Taker<'_> {
-    /// Takes the data of a request whose gather list lies in MRs of the way *copy* as a whole: into its WQE, or into the ring.
-    /// False if it stays where it is, and the device looks at it.
+    /// Takes the data of a request into its WQE or into the ring, if its whole gather list lies in MRs of the way
+    /// *copy*. Returns false if the data stays where it is; then the device reads it.
     #[cold]
     #[inline(never)]
     pub fn take(self, head: &mut abi::SqWqe, list: &[abi::Sge], publish: impl FnOnce() -> bool) -> bool {
         use WrOpcode::{Send, SendImm, SendInv, Write, WriteImm};
         let Some(op) = WrOpcode::from_raw(head.opcode.into()) else { return false };
         let total: u64 = list.iter().map(|s| u64::from(s.length)).sum();
-        // With a fence it may be the data of a READ before it.
+        // With a fence, the data may be the result of an earlier READ.
         let now = head.send_flags & send_flags::FENCE == 0 && matches!(op, Send | SendImm | SendInv | Write | WriteImm);
         if !now || total == 0 || list.len() > abi::MAX_SGE as usize {
             return false;
@@ -443,7 +446,7 @@ mod tests {
             }
         }
         assert!(full > 1000 && full < 9000);
-        // What was not published is as if it had never been.
+        // WQEs that were not published leave nothing behind.
         let (head, first) = (ring.head, index);
         ring.reclaim(index);
         live.clear();
@@ -473,13 +476,13 @@ mod tests {
         b.add(5, mr(100));
         b.add(6, mr(200));
         assert!(b.is_used());
-        // Another place of the same way.
+        // Replaced by an MR of the same way at another place.
         b.replace(5, 6, mr(200));
         assert!(b.read().get(&5).is_some_and(|e| e.mr.addr == 200 && e.is_taken) && !b.read().contains_key(&6));
-        // Another way.
+        // Replaced by an MR of another way.
         b.replace(5, 7, mr(200));
         assert!(b.read().get(&5).is_some_and(|e| !e.is_taken) && !b.is_used());
-        // One that never was of this way.
+        // An MR that never was of this way.
         b.replace(9, 8, mr(1));
         assert!(!b.read().contains_key(&9));
         b.set(&mut b.write(), 5, None);

@@ -1,4 +1,4 @@
-//! An open device: the link, the control queue, the doorbell.
+//! An open device: its link, its control queue and its doorbell.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -29,11 +29,11 @@ struct Control {
     queue: DriverQueue,
     request: Block,
     response: Block,
-    /// Notifies the device, and gets a message for each command that it has done.
+    /// Notifies the device, and receives a message for each command that the device has done.
     channel: Known,
 }
 
-/// Numbers of event channels.
+/// Allocates the numbers of event channels.
 #[derive(Default)]
 struct Numbers {
     next: u32,
@@ -56,16 +56,16 @@ impl Numbers {
 pub struct Context {
     pub(crate) frontend: Mutex<Frontend>,
     pub(crate) arena: Mutex<Arena>,
-    /// The process's own memory was offered for copying.
+    /// True once the process's own memory was offered to the device for copying.
     pub(crate) process_offered: Mutex<bool>,
     /// Memory files of MRs.
     pub(crate) regions: Mutex<Regions>,
-    /// Its door, by which the device learns of moved memory.
+    /// Number of its door, by which the device learns of moved memory.
     pub(crate) id: u64,
     pub(crate) bounce: Bounce,
-    /// The frontend's, to look whether the virtual layer is still there.
+    /// The frontend's socket, to check whether the virtual layer is still there.
     socket: Arc<Known>,
-    /// [`forks`] when it was opened.
+    /// Value of [`forks`] when the context was opened.
     forks: u32,
     pid: Pid,
     control: Mutex<Control>,
@@ -78,20 +78,20 @@ pub struct Context {
     asyncs: EventSource,
     numbers: Mutex<Numbers>,
     empty_polls: AtomicU32,
-    /// What the device said of itself.
+    /// The device's answer to QUERY_DEVICE.
     pub device: abi::QueryDeviceResp,
 }
 
-/// How long a command's answer is looked for before its caller sleeps, nanoseconds: most are there sooner than a sleeping thread would be
-/// woken.
+/// Time for which a command's answer is polled before its caller sleeps, ns. Most answers come sooner than a sleeping
+/// thread would be woken.
 const CONTROL_SPIN_NS: u64 = 20_000;
 
-/// Tells the device of a command, by a channel.
+/// Notifies the device of a command, by a channel.
 ///
 /// # Errors
-/// The program has closed it.
+/// The program has closed the channel.
 fn notify(channel: &Known) -> std::io::Result<()> {
-    // A full one has notified the device.
+    // A channel that is full has notified the device already.
     let _ = rustix::net::send(channel.get()?, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     Ok(())
 }
@@ -99,33 +99,35 @@ fn notify(channel: &Known) -> std::io::Result<()> {
 /// Wakes the device by a wake channel.
 ///
 /// # Errors
-/// The program has closed it.
+/// The program has closed the channel.
 pub(crate) fn wake(channel: &Known) -> std::io::Result<()> {
-    // A full one has woken the device.
+    // A channel that is full has woken the device already.
     let _ = rustix::io::write(channel.get()?, &1u64.to_ne_bytes());
     Ok(())
 }
 
-/// A kick that may still be needed for what was rung last: the device said that it looks by itself, but it may be long until it has a core.
-/// Several threads may use it at a time; what one of them then overlooks is late, and not lost.
+/// A deferred kick. The device said at the last ring that it polls by itself, but it may be long until it has a core.
+/// Several threads may use this at a time; a race can make a kick late, but does not lose it.
 #[derive(Default)]
 struct PutOff {
-    /// The device has not been found yet to have taken what was rung.
+    /// True until the device is found to have taken the last ring.
     waits: AtomicBool,
-    /// Empty polls until it is kicked.
+    /// Empty polls left until the device is kicked.
     polls: AtomicU32,
     /// Rings since the last empty poll.
     rings: AtomicU32,
-    /// The device knows that this program rings often between two of them.
+    /// The value last passed to [`Bell::set_bursts`]: whether this program rings often between two empty polls.
     bursts: AtomicBool,
 }
 
-/// Empty polls after a ring until the driver kicks a device that said it looks by itself. They take as long as a few requests.
+/// Empty polls after a ring until the driver kicks a device that said that it polls by itself. They take as long as a
+/// few requests.
 const PATIENCE: u32 = 400;
-/// Rings between two empty polls that make a burst. In a burst each kick would interrupt the next request.
+/// Least number of rings between two empty polls that makes a burst. In a burst each kick would interrupt the next
+/// request.
 const BURST: u32 = 8;
 
-/// Empty polls between two looks at whether the virtual layer is still there.
+/// Empty polls between two checks whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
 
 /// The socket of this container's vRNIC: in `$UNIRDMA_DIR`, else in `/run/unirdma`.
@@ -134,10 +136,10 @@ pub fn socket_path() -> PathBuf {
     dir.join("vhost.sock")
 }
 
-/// Reads the configuration space of the vRNIC at `path` and lets go of it.
+/// Reads the configuration space of the vRNIC at `path` and closes the connection.
 ///
 /// # Errors
-/// Why there is none.
+/// The errno of the connection; `EPROTO` if the peer is something else.
 pub fn device_config(path: &Path) -> Result<abi::Config> {
     let mut f = Frontend::connect(path).map_err(|e| errno(&e))?;
     let bytes = f.config(size_of::<abi::Config>()).map_err(|e| errno(&e))?;
@@ -148,7 +150,7 @@ pub fn device_config(path: &Path) -> Result<abi::Config> {
     Ok(config)
 }
 
-/// True for commands that make an object, for which the library then needs memory.
+/// True for commands that create an object, for which the library then needs memory.
 fn makes_something(c: Command) -> bool {
     use Command as C;
     matches!(
@@ -171,7 +173,7 @@ impl Context {
     /// Opens the vRNIC whose socket is `path`.
     ///
     /// # Errors
-    /// Those of the connection, `EPROTO` if the peer is something else.
+    /// The errno of the connection; `EPROTO` if the peer is something else.
     pub fn open(path: &Path) -> Result<Arc<Self>> {
         let io = |e: std::io::Error| errno(&e);
         HEAP.reserve()?;
@@ -250,7 +252,7 @@ impl Context {
     }
 
     fn run(&self, c: Command, req: &[u8], resp: &mut [u8]) -> Result<()> {
-        // The queue is the parent's also in a child for which no fork handler has run.
+        // The queue is the parent's, even in a child in which no fork handler has run.
         if self.is_dead() || getpid() != self.pid {
             return Err(libc::EIO);
         }
@@ -303,7 +305,7 @@ impl Context {
         Ok(())
     }
 
-    /// The virtual layer is gone, or the program has closed what leads to it.
+    /// Notes that the virtual layer is gone, or that the program has closed a descriptor that leads to it.
     #[cold]
     fn lose(&self) -> Errno {
         self.dead.store(true, Ordering::Relaxed);
@@ -341,7 +343,7 @@ impl Context {
         kick.waits.store(true, Ordering::Relaxed);
     }
 
-    /// Wakes the device on the core where this thread runs, which so gives it that core.
+    /// Wakes the device on the core where this thread runs, so that the device gets that core.
     #[cold]
     fn wake_device(&self) {
         self.kick.waits.store(false, Ordering::Relaxed);
@@ -351,14 +353,15 @@ impl Context {
         }
     }
 
-    /// After a poll that found nothing: the kick that was put off, if the device still has not seen what was rung, and it is time.
+    /// Called after an empty poll. Performs the deferred kick, if it is due and the device still has not taken the last
+    /// ring.
     #[inline]
     fn kick_late(&self) {
         let kick = &self.kick;
         if kick.waits.load(Ordering::Relaxed) {
             let polls = kick.polls.load(Ordering::Relaxed);
             if polls > 0 {
-                // A look at the doorbell page would take its cache line from the device.
+                // Reading the doorbell page would take its cache line from the device.
                 kick.polls.store(polls - 1, Ordering::Relaxed);
             } else if self.bell.has_rung() {
                 self.wake_device();
@@ -377,7 +380,8 @@ impl Context {
         }
     }
 
-    /// Before the program waits without looking: the kick that was put off, if the device still has not seen what was rung.
+    /// Called before the program waits without polling. Performs the deferred kick, if the device still has not taken
+    /// the last ring.
     #[inline]
     pub(crate) fn kick_now(&self) {
         if self.kick.waits.load(Ordering::Relaxed) && self.bell.has_rung() {
@@ -385,13 +389,13 @@ impl Context {
         }
     }
 
-    /// Called when a poll has found nothing. It sees to it that the device runs, and in every `LIVENESS_POLLS`th call looks whether the
-    /// device is still there. It returns true in such a call, so that the caller can do other rare work then.
+    /// Called after an empty poll. Makes sure that the device runs and, in every `LIVENESS_POLLS`th call, checks
+    /// whether the device is still there. Returns true in such a call, so that the caller can do other rare work then.
     #[inline]
     pub fn relax(&self) -> bool {
         self.kick_late();
         std::hint::spin_loop();
-        // A lost count costs nothing: this only spaces out the look.
+        // A lost count does no harm: it only delays the check.
         let n = self.empty_polls.load(Ordering::Relaxed).wrapping_add(1);
         self.empty_polls.store(n, Ordering::Relaxed);
         let now_and_then = n % LIVENESS_POLLS == 0;
@@ -415,7 +419,7 @@ impl Context {
     /// The next asynchronous event; `DEVICE_FATAL` once, when the virtual layer is lost.
     ///
     /// # Errors
-    /// `EAGAIN`, `EINTR`, and `EIO` after `DEVICE_FATAL` was told.
+    /// `EAGAIN`, `EINTR`, and `EIO` after `DEVICE_FATAL` was returned.
     pub fn next_async(&self) -> Result<abi::Event> {
         match self.asyncs.next() {
             Err(libc::EIO) if !self.fatal_told.swap(true, Ordering::SeqCst) => {
@@ -427,12 +431,12 @@ impl Context {
         }
     }
 
-    /// Drops events that wait, of an object that is gone.
+    /// Drops waiting asynchronous events of an object that is gone.
     pub fn forget_async(&self, stale: impl Fn(&abi::Event) -> bool) {
         self.forget(&self.asyncs, stale);
     }
 
-    /// Drops events of a channel that wait: its descriptor does not announce them any more.
+    /// Drops waiting events of a channel, so that its descriptor does not announce them any more.
     pub fn forget(&self, of: &EventSource, stale: impl Fn(&abi::Event) -> bool) {
         // A forked child leaves its parent's events alone.
         if !self.is_dead() {
@@ -468,7 +472,7 @@ impl Context {
         made
     }
 
-    /// Closes an event channel. A thread that waits on it waits on, as if the descriptor were a kernel's.
+    /// Closes an event channel. A thread that waits on it goes on waiting, as with a kernel's descriptor.
     pub fn close_channel(&self, e: EventSource) {
         // A forked child only closes its descriptor.
         let number = e.number();

@@ -1,8 +1,8 @@
-//! Events: a descriptor to poll and block on, and one event for each message that it has.
+//! Event channels: a descriptor to poll and block on, which has one message for each event.
 //!
-//! The descriptor is one end of a socket; the virtual layer has the other, and sends each event as a message. So it can be
-//! polled in all ways, made non-blocking, passed on and waited on as the descriptor of a kernel's event queue can. It
-//! reads as closed once the virtual layer is gone.
+//! The descriptor is one end of a socket. The virtual layer has the other end, and sends each event as a message. So
+//! the descriptor can be polled in all ways, made non-blocking, passed on and waited on, like the descriptor of a
+//! kernel's event queue. It reads as closed once the virtual layer is gone.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -58,9 +58,9 @@ impl EventSource {
     /// The next event. Waits for it, unless the descriptor was made non-blocking.
     ///
     /// This is a cancellation point: `pthread_cancel(3)` may unwind the stack from here, with all callers up to the C
-    /// program. So neither this function nor a caller may have a lock held or a value to drop meanwhile. Callers
-    /// must not be `extern "C-unwind"`: this library is built to abort where Rust code unwinds, and such functions abort
-    /// for every unwinding, while `extern "C"` ones are passed like those of C.
+    /// program. So neither this function nor a caller may hold a lock or a value to drop meanwhile. Callers must not be
+    /// `extern "C-unwind"`: this library is built to abort where Rust code unwinds, and such functions abort for every
+    /// unwinding, while unwinding passes through `extern "C"` functions as through C functions.
     ///
     /// # Errors
     /// `EAGAIN` if there is none, `EINTR` by a signal whose handler does not restart calls, `EIO` once the virtual
@@ -68,7 +68,8 @@ impl EventSource {
     pub fn next(&self) -> Result<abi::Event> {
         loop {
             let mut bytes = [0u8; EVENT];
-            // SAFETY: room for so many bytes. The system's function, not the system call, so that it can be cancelled.
+            // SAFETY: `bytes` has room for `EVENT` bytes. This is the C library's function, not the system call, so
+            // that it can be cancelled.
             let n = unsafe { libc::recv(self.raw, bytes.as_mut_ptr().cast(), EVENT, 0) };
             match n {
                 0 => return Err(libc::EIO),
@@ -99,9 +100,9 @@ impl EventSource {
         }
     }
 
-    /// Drops the events that wait and are not to be kept. `put_back` puts the others back to the head of the channel.
+    /// Drops waiting events that are not to be kept. `put_back` returns the others to the head of the channel.
     ///
-    /// The virtual layer has to do that: only its end can send to this one.
+    /// The virtual layer has to return them, because only its end can send to this one.
     pub(crate) fn retain(&self, keep: impl Fn(&abi::Event) -> bool, put_back: impl FnOnce(&[abi::Event])) {
         let _sorting = lock(&self.sorting);
         let kept: Vec<_> = std::iter::from_fn(|| self.try_next()).filter(keep).collect();
@@ -110,11 +111,12 @@ impl EventSource {
         }
     }
 
-    /// The virtual layer is gone, and the program knows: the descriptor is not readable any more, instead of for ever.
+    /// Makes the descriptor not readable any more, instead of for ever: the virtual layer is gone, and the program
+    /// knows.
     pub(crate) fn silence(&self) {
         let mut socket = self.socket.write().unwrap_or_else(PoisonError::into_inner);
         self.silenced.store(true, Ordering::Relaxed);
-        // A socket that nobody sends to takes the place of the one that is closed on the other side.
+        // Replaces the socket, which the other side has closed, by a socket to which nobody sends.
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         if let Ok(silent) = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None) {
             socket.replace(silent);

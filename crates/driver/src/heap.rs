@@ -1,4 +1,4 @@
-//! The heap of the library: apart from the program's, and with a reserve.
+//! The heap of the library: separate from the program's, and with a reserve.
 //!
 //! The library's own data never shares a page with the program's `malloc`. So whatever happens to pages that the program
 //! registers, moves or gives back, the library can use its data meanwhile; and a program that writes beyond its own blocks
@@ -11,7 +11,8 @@
 //!
 //! A fork holds the heap, by pthread_atfork handlers that [`set_up`] installs, so that the child finds it whole.
 //!
-//! With `UNIRDMA_HEAP=system`, or under a sanitizer, which knows only the system's heap, all of this is left out.
+//! With `UNIRDMA_HEAP=system`, or under a sanitizer, which knows only the system's heap, the library uses the system's
+//! heap.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::UnsafeCell;
@@ -19,14 +20,14 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 use dlmalloc::Dlmalloc;
 
-/// What is kept for the time when there is no more memory, bytes. One call allocates less, and none begins then.
+/// Size of the reserve, bytes. One call allocates less, and no call that allocates begins while memory is low.
 const RESERVE: usize = 512 << 10;
-/// Memory is taken from the system in pieces of this size at least, bytes.
+/// Memory is taken from the system in pieces of at least this size, bytes.
 const PIECE: usize = 256 << 10;
 
-/// Where the heap takes its memory from: mappings of its own, and the reserve.
+/// Source of the heap's memory: mappings of its own, and the reserve.
 struct Pages {
-    /// The reserve, if there is one that was not used yet.
+    /// The reserve; null if there is none, or it is in use.
     reserve: AtomicPtr<u8>,
     low: AtomicBool,
 }
@@ -41,7 +42,7 @@ fn map(len: usize) -> *mut u8 {
 }
 
 impl Pages {
-    /// Makes sure of a reserve; false if there is no memory for it.
+    /// Makes the reserve if there is none. Returns false if there is no memory for it.
     fn refill(&self) -> bool {
         if self.reserve.load(Ordering::Acquire).is_null() {
             let p = map(RESERVE);
@@ -58,7 +59,7 @@ impl Pages {
     }
 }
 
-// SAFETY: what is handed out is mapped for nobody else.
+// SAFETY: memory that is handed out is mapped for nobody else.
 unsafe impl dlmalloc::Allocator for &Pages {
     fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
         let size = size.max(PIECE);
@@ -105,11 +106,11 @@ unsafe impl dlmalloc::Allocator for &Pages {
 pub struct Heap {
     inner: UnsafeCell<Dlmalloc<&'static Pages>>,
     pages: &'static Pages,
-    /// Who is in it: the address of a word that each thread has of its own; 0 for nobody.
+    /// The thread that uses the heap, as the address of its errno; 0 for none.
     owner: AtomicUsize,
-    /// The owner has it for a fork; more than 1 if a signal handler forked within that.
+    /// Above 0 if the owner holds the heap for a fork; above 1 if a signal handler has forked meanwhile.
     held: AtomicUsize,
-    /// The system's heap is used instead.
+    /// True if the system's heap is used instead.
     system: AtomicBool,
 }
 
@@ -120,11 +121,11 @@ static PAGES: Pages = Pages { reserve: AtomicPtr::new(std::ptr::null_mut()), low
 /// The library's heap.
 pub static HEAP: Heap = Heap::new(&PAGES);
 
-/// What the library's crate names as its global allocator.
+/// The global allocator of the library, which uses [`HEAP`].
 pub struct Global;
 
-/// The address of this thread's errno: it distinguishes the threads of a process, stays in a forked child, and costs no
-/// system call.
+/// The address of this thread's errno. It identifies a thread of the process, stays the same in a forked child, and
+/// costs no system call.
 fn me() -> usize {
     // SAFETY: always valid.
     unsafe { libc::__errno_location() as usize }
@@ -148,7 +149,7 @@ impl Heap {
         let mut tries = 0u32;
         while self.owner.compare_exchange_weak(0, me(), Ordering::Acquire, Ordering::Relaxed).is_err() {
             tries += 1;
-            // Whoever is in it needs less than a microsecond, unless it lost its core.
+            // The owner needs less than a microsecond, unless it lost its core.
             match tries {
                 0..=50 => std::hint::spin_loop(),
                 // SAFETY: plain system call.
@@ -166,12 +167,12 @@ impl Heap {
         r
     }
 
-    /// True while there is no more memory, and the reserve is in use or missing. Looks whether there is again.
+    /// True while there is no more memory, and the reserve is in use or missing. Checks whether there is memory again.
     pub fn is_low(&self) -> bool {
         self.pages.low.load(Ordering::Relaxed) && !self.pages.refill()
     }
 
-    /// Makes sure of the reserve, when a device is opened.
+    /// Makes the reserve when a device is opened.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -180,8 +181,8 @@ impl Heap {
         if done { Ok(()) } else { Err(libc::ENOMEM) }
     }
 
-    /// Holds the heap for a fork. This thread may be in it already: a signal handler may fork, and this thread finds what it
-    /// was about in the child, too.
+    /// Holds the heap for a fork. This thread may be in the heap already, if a signal handler forks; then it goes on
+    /// there in the child, too.
     fn hold(&self) {
         if self.owner.load(Ordering::Relaxed) != me() {
             self.enter();
@@ -202,13 +203,13 @@ extern "C" fn before_fork() {
     HEAP.hold();
 }
 
-/// In the parent and in the child.
+/// Called after a fork, in the parent and in the child.
 extern "C" fn after_fork() {
     HEAP.give_back();
 }
 
-/// Chooses the heap, and makes forks hold it. To be called when the library is loaded, before anything is allocated and
-/// before other handlers of forks are installed: those may allocate.
+/// Chooses the heap, and makes forks hold it. Must be called when the library is loaded, before anything is allocated
+/// and before other fork handlers are installed, because those may allocate.
 pub extern "C" fn set_up() {
     // SAFETY: C strings; what is found is only compared with NULL.
     let system = unsafe {
@@ -273,7 +274,8 @@ mod tests {
         Box::leak(Box::new(Heap::new(pages)))
     }
 
-    /// Runs `f` in a child, where limits and forks disturb nobody; its exit status is that of `f`.
+    /// Runs `f` in a child, where limits and forks do no harm. Returns the child's wait status, which is 0 if `f`
+    /// returned true.
     fn in_child(f: impl FnOnce() -> bool) -> i32 {
         // SAFETY: the child runs `f`, which uses a heap of its own, and ends.
         unsafe {
@@ -333,7 +335,7 @@ mod tests {
                 // SAFETY: an allocation that is not used.
                 got += usize::from(!heap.with(|h| unsafe { h.malloc(8000, 8) }).is_null());
             }
-            // The call that found it out, and those of its kind, still got what they asked for.
+            // The call that ran out of memory, and others like it, were still served.
             // SAFETY: as above.
             let served = (0..40).all(|_| !heap.with(|h| unsafe { h.malloc(8000, 8) }).is_null());
             limit_address_space(1 << 30);

@@ -1,5 +1,5 @@
-//! The uniVerbs driver of a process: what a guest's kernel driver and provider are for a VM, in one
-//! address space with the application.
+//! The uniVerbs driver of a process. It does what a guest's kernel driver and provider do for a VM, in one address
+//! space with the application.
 //!
 //! Depends on the device ABI, the `mem` crate and the frontend of the link. It knows nothing of the C
 //! interface of libibverbs. It must never abort the application: everything fails with an errno, and a
@@ -44,7 +44,7 @@ pub(crate) fn errno(e: &std::io::Error) -> Errno {
     }
 }
 
-/// The errno of a memory file that could not be made; `ENOMEM` if the size is the matter.
+/// The errno of a memory file that could not be made; `ENOMEM` if its size is the cause.
 pub(crate) fn map_errno(e: &unirdma_mem::MapError) -> Errno {
     match e {
         unirdma_mem::MapError::Os(e) => errno(e),

@@ -53,7 +53,7 @@ fn free(ctx: &Context, blocks: impl IntoIterator<Item = Block>) {
 }
 
 impl Tails {
-    /// The next completion: those of the rings before come first.
+    /// The next completion. Completions of older rings come first.
     #[inline]
     fn pop(&mut self, ctx: &Context) -> Option<abi::Cqe> {
         self.rings.pop(|c| ctx.discard(c), |blocks| free(ctx, blocks))
@@ -65,7 +65,7 @@ impl Cq {
     /// at a time.
     ///
     /// # Errors
-    /// `EINVAL` if `cqe` is 0 or above the device's limit, or those of the device.
+    /// `EINVAL` if `cqe` is 0 or above the device's limit, otherwise the device's errno.
     pub fn create(ctx: &Arc<Context>, cqe: u32, comp_queue: Option<u32>, alone: bool) -> Result<Self> {
         let (tail, blocks, entries) = ring(ctx, cqe)?;
         let req = abi::CreateCqReq {
@@ -95,10 +95,10 @@ impl Cq {
         self.tail.lock().capacity
     }
 
-    /// Gives the CQ room for at least `cqe` completions. Those that wait stay.
+    /// Gives the CQ room for at least `cqe` completions. Waiting completions stay.
     ///
     /// # Errors
-    /// `EINVAL` if more than that wait, or `cqe` is out of range, or those of the device.
+    /// `EINVAL` if more completions wait, or `cqe` is out of range, otherwise the device's errno.
     pub fn resize(&self, cqe: u32) -> Result<()> {
         let mut tails = self.tail.lock();
         if tails.rings.waiting() > cqe {
@@ -119,7 +119,7 @@ impl Cq {
     /// Lets completion events wait for `count` completions or `period_us` microseconds (`ibv_modify_cq(3)`).
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn moderate(&self, count: u16, period_us: u16) -> Result<()> {
         self.ctx.command_void(Command::ModifyCq, &abi::ModifyCqReq { cqn: self.cqn, count, period_us })
     }
@@ -141,7 +141,7 @@ impl Cq {
         Ok(())
     }
 
-    /// Takes up to `max` completions and gives each to `f`; how many there were.
+    /// Takes up to `max` completions and gives each to `f`. Returns their number.
     ///
     /// # Errors
     /// `EIO` if the CQ has overrun or the virtual layer is gone.
@@ -185,19 +185,19 @@ impl Cq {
 
     /// Arms the CQ for one event.
     pub fn arm(&self, solicited_only: bool) {
-        // Who waits for events has a moment now, and may never poll in vain.
+        // A program that waits for events has a moment now, and may never make an empty poll.
         look_at_brief();
         self.ctx.kick_now();
         self.tail.lock().rings.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
     }
 }
 
-/// An object that dies with the virtual layer needs no destroying.
+/// Destroying an object succeeds if the virtual layer is gone.
 pub(crate) fn gone_is_fine(r: Result<()>, ctx: &Context) -> Result<()> {
     if ctx.is_dead() { Ok(()) } else { r }
 }
 
-/// What a QP is made of.
+/// Parameters of a QP.
 #[derive(Clone, Copy, Debug)]
 pub struct QpInit {
     /// PD handle.
@@ -206,7 +206,7 @@ pub struct QpInit {
     pub qp_type: u8,
     /// All sends are signaled.
     pub sig_all: bool,
-    /// CQ handles.
+    /// CQ handle for sends.
     pub send_cqn: u32,
     /// CQ handle for receives.
     pub recv_cqn: u32,
@@ -223,7 +223,7 @@ pub struct QpInit {
 /// The SQ of a QP.
 struct SendQueue {
     work: WorkQueue,
-    /// Data that was taken when it was posted.
+    /// Send data that was taken when it was posted.
     taken: SendRing,
 }
 
@@ -238,7 +238,7 @@ pub struct Qp {
     ctx: Arc<Context>,
     /// Its number.
     pub qpn: u32,
-    /// What it could do when it was created; [`Qp::resize`] changes how many requests it holds, and nothing else.
+    /// Its capabilities when it was created. [`Qp::resize`] changes only how many requests it holds.
     pub cap: abi::QpCap,
     slot: u32,
     pdn: u32,
@@ -251,7 +251,7 @@ impl Qp {
     /// Creates a QP.
     ///
     /// # Errors
-    /// `EINVAL` for capabilities above the device's limits, or those of the device.
+    /// `EINVAL` for capabilities above the device's limits, otherwise the device's errno.
     pub fn create(ctx: &Arc<Context>, init: &QpInit) -> Result<Self> {
         let layout = abi::QpLayout::of(&init.cap).ok_or(libc::EINVAL)?;
         let mut blocks = Vec::new();
@@ -310,7 +310,7 @@ impl Qp {
     /// Destroys the QP.
     ///
     /// # Errors
-    /// Those of the device; the QP lives on.
+    /// The errno of the device; the QP lives on.
     pub fn destroy(&self) -> Result<()> {
         gone_is_fine(
             self.ctx.command_void(Command::DestroyQp, &abi::HandleReq { handle: self.qpn, reserved: 0 }),
@@ -324,7 +324,7 @@ impl Qp {
     /// MODIFY_QP. A reset empties both rings.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn modify(&self, mask: u32, attr: &abi::QpAttr) -> Result<()> {
         let (mut sq, mut rq) = (self.sq.lock(), self.rq.lock());
         self.ctx.command_void(Command::ModifyQp, &abi::ModifyQpReq { qpn: self.qpn, attr_mask: mask, attr: *attr })?;
@@ -337,14 +337,14 @@ impl Qp {
         Ok(())
     }
 
-    /// The target of an XRC connection that somebody made in domain `xrcdn`; nothing is ever posted to it.
+    /// Opens the target of an XRC connection that somebody has made in domain `xrcdn`. Nothing is ever posted to it.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn open(ctx: &Arc<Context>, xrcdn: u32, qpn: u32) -> Result<Self> {
         let cap = abi::QpCap::default();
         let layout = abi::QpLayout::of(&cap).ok_or(libc::EINVAL)?;
-        // Only this side has rings of it, which stay empty.
+        // Only this side has rings for it, which stay empty.
         let ctrl = ctx.alloc(size_of::<abi::QpCtrl>())?;
         let (sq, rq) = (Span::anonymous(layout.sq_bytes()), Span::anonymous(layout.rq_bytes()));
         let rings = QpRings::new(ctrl.span.clone(), sq, rq, layout).ok_or(libc::EPROTO);
@@ -361,10 +361,11 @@ impl Qp {
         }
     }
 
-    /// Gives the QP room for at least `max_send_wr` and `max_recv_wr` requests. Those that wait or are under way stay.
+    /// Gives the QP room for at least `max_send_wr` and `max_recv_wr` requests. Requests that wait or are under way
+    /// stay.
     ///
     /// # Errors
-    /// `EINVAL` if there are more than that, or for more than the device's limits, or those of the device.
+    /// `EINVAL` if there are more requests, or for more than the device's limits, otherwise the device's errno.
     pub fn resize(&self, max_send_wr: u32, max_recv_wr: u32) -> Result<()> {
         let (mut sq, mut rq) = (self.sq.lock(), self.rq.lock());
         let mut blocks = lock(&self.blocks);
@@ -396,7 +397,7 @@ impl Qp {
     /// QUERY_QP.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn query(&self) -> Result<abi::QpAttr> {
         let r: abi::QueryQpResp =
             self.ctx.command(Command::QueryQp, &abi::QueryQpReq { qpn: self.qpn, attr_mask: u32::MAX })?;
@@ -408,7 +409,7 @@ impl Qp {
         self.begin_sends(false)
     }
 
-    /// As [`Qp::send_batch`], of requests of which none is published before the batch is dropped.
+    /// As [`Qp::send_batch`], but none of its requests is published before the batch is dropped.
     pub fn whole_send_batch(&self) -> SendBatch<'_> {
         self.begin_sends(true)
     }
@@ -441,8 +442,8 @@ impl SendBatch<'_> {
     /// virtual layer is gone and in a forked child.
     ///
     /// # Safety
-    /// The pieces of [`SendWr::Inline`] must be readable memory of this process, and what MRs that the gather list of
-    /// [`SendWr::Sges`] names have in it.
+    /// The pieces of [`SendWr::Inline`] must be readable memory of this process, and so must the contents of MRs that
+    /// the gather list of [`SendWr::Sges`] names.
     #[inline]
     pub unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
         let SendQueue { work, taken } = &mut *self.sq;
@@ -475,7 +476,7 @@ impl SendBatch<'_> {
 }
 
 impl SendBatch<'_> {
-    /// Forgets what was written.
+    /// Discards the WQEs that were written.
     pub fn abort(mut self) {
         let SendQueue { work, taken } = &mut *self.sq;
         work.post.abort();
@@ -502,7 +503,7 @@ impl Drop for SendBatch<'_> {
     }
 }
 
-/// Shows the device the sends that are written. Always true.
+/// Publishes the written sends to the device. Always returns true.
 #[inline]
 fn publish(qp: &Qp, rings: &QpRings, post: &mut Post) -> bool {
     if post.publish_sends(rings) {
@@ -516,7 +517,7 @@ pub struct Srq {
     ctx: Arc<Context>,
     /// Its handle.
     pub srqn: u32,
-    /// What XRC requests name it by; 0 if it is none for XRC.
+    /// Number by which XRC requests name it; 0 if it is not for XRC.
     pub number: u32,
     /// SGEs of one receive.
     pub max_sge: u32,
@@ -525,10 +526,10 @@ pub struct Srq {
 }
 
 impl Srq {
-    /// An SRQ for at least `max_wr` receives of `max_sge` SGEs; `alone` as of [`Cq::create`].
+    /// Creates an SRQ for at least `max_wr` receives of `max_sge` SGEs; `alone` as in [`Cq::create`].
     ///
     /// # Errors
-    /// `EINVAL` for more than the device's limits, or those of the device.
+    /// `EINVAL` for more than the device's limits, otherwise the device's errno.
     pub fn create(
         ctx: &Arc<Context>,
         pdn: u32,
@@ -596,10 +597,10 @@ impl Srq {
         self.rq.lock().rings.layout().rq_entries
     }
 
-    /// Gives the SRQ room for at least `max_wr` receives. Those that wait stay.
+    /// Gives the SRQ room for at least `max_wr` receives. Waiting receives stay.
     ///
     /// # Errors
-    /// `EINVAL` if more than that wait, or for more than the device's limits, or those of the device.
+    /// `EINVAL` if more receives wait, or for more than the device's limits, otherwise the device's errno.
     pub fn resize(&self, max_wr: u32) -> Result<()> {
         let mut rq = self.rq.lock();
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: self.max_sge, ..Default::default() };
@@ -638,7 +639,7 @@ impl Srq {
     /// QUERY_SRQ.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn query(&self) -> Result<abi::QuerySrqResp> {
         self.ctx.command(Command::QuerySrq, &abi::HandleReq { handle: self.srqn, reserved: 0 })
     }

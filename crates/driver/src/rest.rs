@@ -1,46 +1,48 @@
-//! Polls that rest. A program that spins in more threads than it has cores stops itself: a thread that polls in vain keeps the core from the
-//! thread that has work. So a thread that has polled a CQ in vain for a while, and was preempted for long meanwhile, gives its core up for a
-//! moment. A thread that nobody has preempted in the last second never rests.
+//! Polls that rest. A program that spins in more threads than it has cores slows itself down: a thread with empty polls
+//! keeps the core from the thread that has work. So a thread that has made only empty polls of a CQ for a while, and
+//! was preempted for long meanwhile, gives up its core for a moment. A thread that was not preempted in the last second
+//! never rests.
 //!
-//! `cargo xtask bench busy --only relay-3` shows it: three threads that spin on two cores make 170 to 2,700 WRITEs a second, depending on where
-//! the kernel puts them, and 120 without rests; beside three threads that compute 500, and 70 without. Beside those, `ib_send_lat` takes 20 us
-//! on average, and 50 without.
+//! Measured by `cargo xtask bench busy --only relay-3`. Three threads that spin on two cores make 170 to 2,700 WRITEs a
+//! second, depending on where the kernel puts them; without rests they make 120. Beside three threads that compute they
+//! make 500, and 70 without rests. Beside those, `ib_send_lat` takes 20 us on average, and 50 us without rests.
 
 use rustix::thread::nanosleep;
 use rustix::time::Timespec;
 
 use crate::clock::{clock_ns, thread_ns};
 
-/// Consecutive empty polls in a row. They take 40 us; an answer from another host takes less.
+/// Consecutive empty polls that form a row. They take 40 us; an answer from another host takes less.
 const ROW: u32 = 2_048;
-/// A thread that was off its core for this time in the second half of a row shares the core with threads that compute, ns. Pollers preempt it
-/// for microseconds only.
+/// A thread that was off its core for this time in the second half of a row shares the core with threads that compute,
+/// ns. Pollers preempt it for microseconds only.
 const KEPT_NS: u64 = 1_000_000;
-/// For this time after that, each row ends in a rest, ns. It has to be remembered because a thread that rests is not preempted.
+/// Time after that in which each row ends in a rest, ns. It is remembered because a thread that rests is not preempted.
 const SHARED_NS: u64 = 1_000_000_000;
 
 /// The monotonic clock and the CPU time of the thread, ns.
 pub(crate) type Clocks = (u64, u64);
 
-/// The empty polls of a CQ. If several threads poll it, their CPU times are mixed up, and a poll may rest without need, or not rest.
+/// The empty polls of a CQ. If several threads poll it, their CPU times are mixed up, and a poll may rest without need,
+/// or not rest.
 #[derive(Default)]
 pub(crate) struct Rest {
     /// Empty polls since the last completion.
     polls: u32,
     /// The clocks in the middle of the row.
     middle: Clocks,
-    /// Rows end in a rest until then, ns.
+    /// Until when rows end in a rest, ns.
     shared_until_ns: u64,
 }
 
 impl Rest {
-    /// A poll has found something.
+    /// Called when a poll has found something.
     #[inline]
     pub fn found(&mut self) {
         self.polls = 0;
     }
 
-    /// A poll was in vain; true if it should [`rest`].
+    /// Called after an empty poll. Returns true if the caller should [`rest`].
     #[inline]
     pub fn in_vain(&mut self, clocks: impl FnOnce() -> Clocks) -> bool {
         self.polls = self.polls.wrapping_add(1);
@@ -61,7 +63,7 @@ impl Rest {
     }
 }
 
-/// Lets others have the core for a moment.
+/// Gives up the core for a moment.
 #[cold]
 pub(crate) fn rest() {
     // The kernel's shortest sleep: the thread's timer slack, 50 us if the program has not set it. A signal ends it sooner.

@@ -1,5 +1,5 @@
-//! Mutexes of the control path. ThreadSanitizer knows the C library's mutexes, not Rust's: it is told of these, so that
-//! programs which run under it are not told of races that there are none.
+//! Mutexes of the control path. ThreadSanitizer knows the C library's mutexes, but not Rust's. It is told of these, so
+//! that it reports no false races in programs that run under it.
 
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
@@ -27,7 +27,7 @@ pub(crate) struct Guard<'a, T> {
     value: MutexGuard<'a, T>,
 }
 
-/// Locks a mutex whatever happened to other holders: every critical section leaves valid state.
+/// Locks a mutex, whatever happened to earlier holders: every critical section leaves valid state.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> Guard<'_, T> {
     let value = mutex.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((acquire, _)) = sanitizer() {

@@ -1,8 +1,8 @@
-//! How many MRs lie over each part of the memory file. Pure bookkeeping.
+//! The number of MRs over each part of the memory file. Pure bookkeeping.
 
 use std::collections::BTreeMap;
 
-/// Ranges of a number line, each with how often it is held. Ranges that nobody holds are not in it.
+/// Ranges of a number line, each with the number of its holders. Ranges without a holder are left out.
 #[derive(Default)]
 pub(crate) struct Cover(BTreeMap<u64, (u64, u32)>);
 
@@ -22,7 +22,7 @@ impl Cover {
         }
     }
 
-    /// Joins the ranges on both sides of `at` if they are held alike.
+    /// Joins the ranges on both sides of `at` if they have the same number of holders.
     fn join(&mut self, at: u64) {
         let Some(&(end, n)) = self.0.get(&at) else { return };
         if let Some((_, before)) = self.0.range_mut(..at).next_back()
@@ -33,7 +33,7 @@ impl Cover {
         }
     }
 
-    /// Holds `[lo, hi)` once more.
+    /// Adds a holder to `[lo, hi)`.
     pub fn add(&mut self, lo: u64, hi: u64) {
         self.split(lo);
         self.split(hi);
@@ -55,7 +55,7 @@ impl Cover {
         self.join(hi);
     }
 
-    /// Lets go of `[lo, hi)` once. All of it must be held.
+    /// Removes a holder from `[lo, hi)`. All of it must be held.
     pub fn remove(&mut self, lo: u64, hi: u64) {
         self.split(lo);
         self.split(hi);
@@ -71,7 +71,7 @@ impl Cover {
         self.join(hi);
     }
 
-    /// The first range in `[lo, hi)` that nobody holds.
+    /// The first range in `[lo, hi)` without a holder.
     pub fn first_free(&self, lo: u64, hi: u64) -> Option<(u64, u64)> {
         let mut at = lo;
         if let Some((_, &(end, _))) = self.0.range(..=lo).next_back()

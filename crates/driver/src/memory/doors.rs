@@ -1,8 +1,8 @@
-//! The doorbell pages of this process's open devices: by them the device learns that memory is not where it was.
+//! The doorbell pages of this process's open devices, by which the devices learn that memory is being moved.
 //!
-//! Two things are said there (section 7.5 of the specification). *Moving*: pages of the process are replaced just now, so
-//! the device does not copy through the process's address space. *Away*: the memory of MRs is not in the memory file for
-//! the moment of a fork, so the device leaves all MRs of this process alone.
+//! Two states are announced there (section 7.5 of the specification). *Moving*: pages of the process are being
+//! replaced, so the device does not copy through the process's address space. *Away*: the memory of MRs is not in the
+//! memory file, for the moment of a fork, so the device leaves all MRs of this process alone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,23 +13,23 @@ use unirdma_mem::fds::Known;
 use crate::clock::clock_ns;
 use crate::context::wake;
 
-/// How long a device may take to finish what it is at, ns. It takes microseconds, unless the machine is busy.
+/// Longest time for a device to finish its present access, ns. It takes microseconds, unless the machine is busy.
 const PATIENCE_NS: u64 = 30_000_000_000;
-/// The time between two looks at whether it has.
+/// Pause between two checks whether the device has finished.
 const LOOK: std::time::Duration = std::time::Duration::from_micros(20);
-/// How long the device gets between two moves for what has waited for them, ns.
+/// Time that a device gets between two moves for copies that have waited for them, ns.
 const TURN_NS: u64 = 200_000;
 
 /// One open device.
 pub(crate) struct Door {
-    /// Names the device among those of this process.
+    /// Number of the device in this process.
     pub id: u64,
     pub bell: Bell,
     /// Wakes the device.
     pub wake: Arc<Known>,
-    /// The device has been given the process's address space.
+    /// True if the device was given the process's address space.
     pub copies: bool,
-    /// The connection: it hangs up when the virtual layer goes.
+    /// The connection, which hangs up when the virtual layer goes.
     pub socket: Arc<Known>,
 }
 
@@ -51,7 +51,7 @@ impl Door {
     }
 }
 
-/// Waits until `done`. False if that takes too long.
+/// Waits until `done` returns true. Returns false if that takes too long.
 fn wait(mut done: impl FnMut() -> bool) -> bool {
     let until = clock_ns() + PATIENCE_NS;
     while !done() {
@@ -63,15 +63,15 @@ fn wait(mut done: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Tells all devices that pages move from now on. False if one of them does not stop copying; then nothing may move, and
-/// [`end_move`] is still due.
+/// Tells all devices that pages move from now on. Returns false if one of them does not stop copying; then nothing may
+/// move, and [`end_move`] must still be called.
 pub(crate) fn begin_move(doors: &[Door]) -> bool {
     let copying = || doors.iter().filter(|d| d.copies);
     copying().for_each(|d| d.bell.begin_move());
     copying().all(|d| wait(|| !d.bell.is_copying()) || d.is_gone())
 }
 
-/// Tells all devices that pages have moved. What has waited for that gets time before the next move.
+/// Tells all devices that pages have moved. If a device has waited for that, it gets time before the next move.
 pub(crate) fn end_move(doors: &[Door]) {
     let mut awaited = false;
     for d in doors.iter().filter(|d| d.copies) {
@@ -86,16 +86,16 @@ pub(crate) fn end_move(doors: &[Door]) {
     }
 }
 
-/// Lets all devices leave the memory of MRs alone. False if one of them does not.
+/// Tells all devices to leave the memory of MRs alone. Returns false if one of them does not.
 pub(crate) fn leave(doors: &[Door]) -> bool {
-    // Each time has a number of its own; 0 is none.
+    // Each time has a number of its own; 0 means not away.
     static TIMES: AtomicU32 = AtomicU32::new(0);
     let away = TIMES.fetch_add(1, Ordering::Relaxed) | 1 << 31;
     doors.iter().for_each(|d| d.set_away(away));
     doors.iter().all(|d| wait(|| d.bell.is_left_alone(away) || d.is_gone()))
 }
 
-/// The memory of MRs is back.
+/// Tells all devices that the memory of MRs is back.
 pub(crate) fn come_back(doors: &[Door]) {
     doors.iter().for_each(|d| d.set_away(0));
 }

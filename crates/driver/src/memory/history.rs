@@ -1,21 +1,22 @@
-//! What was registered only for a moment. Moving memory costs a copy on the way to the file and one on the way back; for a
-//! program that registers a buffer for each message that is more than the message. Its buffers are left where they are
-//! (way *copy*), and moved later if an MR lives longer than was expected. An MR that requests have used much was worth its move however
-//! short its life was.
+//! Remembers memory that was registered only briefly. Moving memory costs one copy into the file and one back. For a
+//! program that registers a buffer for each message, that is more than the message itself. So its buffers are left
+//! where they are (way *copy*), and are moved later if an MR lives longer than expected. An MR that requests have used
+//! much was worth its move, however short its life was.
 
-/// Ranges that are remembered.
+/// Number of ranges that are remembered.
 const RECENT: usize = 16;
-/// So many brief MRs in a row say that the next ones will be brief too, wherever they lie.
+/// After this number of brief MRs in a row, the next ones are expected to be brief too, wherever they lie.
 const ROW: u32 = 8;
-/// An MR is brief if it lives less than this times what moving its memory costs.
+/// An MR is brief if it lives less than `WORTH` times the cost of moving its memory.
 const WORTH: u64 = 10;
 
-/// What the way *share* saves for each access by a request, nanoseconds, and of how many bytes the same time again. Measured between two
-/// programs of one host with two cores: a short WRITE by *copy* is a system call at each end, and 1 MiB goes at a fifth of memcpy's speed.
+/// Time that the way *share* saves for each access by a request, ns, and number of bytes for which it saves one more
+/// ns. Measured between two programs of one host with two cores: a short WRITE by *copy* is a system call at each end,
+/// and 1 MiB goes at a fifth of memcpy's speed.
 const SAVED_NS: u64 = 500;
 const SAVED_PER_BYTES: u64 = 3;
 
-/// What requests have read and written by the key of an MR.
+/// Accesses and bytes that requests have read and written by the key of an MR.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Served {
     pub accesses: u64,
@@ -23,28 +24,29 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    /// Nanoseconds that *share* saves.
+    /// Time that *share* saves, ns.
     fn saved_ns(self) -> u64 {
         self.accesses.saturating_mul(SAVED_NS).saturating_add(self.bytes / SAVED_PER_BYTES)
     }
 }
 
-/// True if an MR of `bytes` that has ended after `life_ns` may have been worth its move for what it has served, but not for its age alone.
+/// True if an MR of `bytes` that has ended after `life_ns` may have been worth its move because of its accesses, but
+/// not because of its age alone.
 pub(crate) fn depends_on_service(bytes: u64, life_ns: u64) -> bool {
     (cost_ns(bytes)..worth_ns(bytes)).contains(&life_ns)
 }
 
-/// Nanoseconds that moving `bytes` to the file and back costs, roughly.
+/// Approximate cost of moving `bytes` to the file and back, ns.
 pub(crate) fn cost_ns(bytes: u64) -> u64 {
     100_000 + bytes
 }
 
-/// Nanoseconds after which an MR of `bytes` has lived long enough to be worth moving.
+/// Age from which an MR of `bytes` was worth moving, ns.
 pub(crate) fn worth_ns(bytes: u64) -> u64 {
     cost_ns(bytes).saturating_mul(WORTH)
 }
 
-/// The memory of it. Times do not matter here, only what came of them.
+/// Outcomes of recent MRs, without times.
 pub(crate) struct History {
     recent: [(u64, u64); RECENT],
     next: usize,
@@ -56,7 +58,7 @@ impl History {
         History { recent: [(0, 0); RECENT], next: 0, row: 0 }
     }
 
-    /// An MR over `[lo, hi)` has ended after `life_ns`, in which it has served so much.
+    /// Notes that an MR over `[lo, hi)` has ended after `life_ns`, in which it has served `served`.
     pub fn note(&mut self, lo: u64, hi: u64, life_ns: u64, served: Served) {
         let known = self.recent.iter_mut().find(|r| r.0 < hi && lo < r.1);
         if life_ns >= worth_ns(hi - lo) || served.saved_ns() >= cost_ns(hi - lo) {
@@ -88,7 +90,7 @@ mod tests {
 
     const IDLE: Served = Served { accesses: 0, bytes: 0 };
 
-    /// 256 MiB that live for a second each: what they served decides, and not what was decided before.
+    /// MRs of 256 MiB that live for a second each: the accesses that they served decide, and not the decision before.
     #[test]
     fn what_an_mr_has_served_counts_as_well_as_its_age() {
         const LEN: u64 = 256 << 20;
@@ -102,7 +104,7 @@ mod tests {
         h.note(0, LEN, LIFE_NS, large(LEN));
         assert!(h.expects_brief(0, LEN));
         (0..ROW as u64).for_each(|i| h.note(i * LEN, (i + 1) * LEN, LIFE_NS, IDLE));
-        // By *copy* it comes to less in the same time, which is still much.
+        // By *copy* a program accesses less in the same time, which is still much.
         h.note(0, LEN, LIFE_NS, large(3 << 29));
         assert!(!h.expects_brief(0, LEN));
         h.note(0, LEN, LIFE_NS, Served { accesses: 1 << 20, bytes: 64 << 20 });

@@ -1,7 +1,7 @@
-//! The process's own address space, as `/proc/self/maps` shows it: the only truth about what lies where.
+//! The process's own address space, as `/proc/self/maps` shows it, which is the only reliable source.
 //!
-//! Linux 6.11 and later answer one question at a time (`PROCMAP_QUERY`); older kernels print everything. Nothing here
-//! allocates, since a fork handler asks too, and it may run in a signal handler that has interrupted `malloc`.
+//! Linux 6.11 and later answer one query at a time (`PROCMAP_QUERY`); older kernels print everything. Nothing here
+//! allocates, because a fork handler calls it, too, and may run in a signal handler that has interrupted `malloc`.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -31,7 +31,7 @@ pub(crate) struct Vma {
 pub(crate) struct FileId {
     /// `major << 32 | minor`.
     pub dev: u64,
-    /// 0 is no file.
+    /// 0 for no file.
     pub inode: u64,
 }
 
@@ -45,7 +45,7 @@ impl FileId {
 }
 
 impl Vma {
-    /// A line of `/proc/self/maps`.
+    /// Parses a line of `/proc/self/maps`.
     pub fn parse(line: &[u8]) -> Option<Vma> {
         // start-end perms offset major:minor inode [name]
         let mut rest = line;
@@ -84,26 +84,26 @@ impl Vma {
         self.name[..self.name_len].copy_from_slice(&name[..self.name_len]);
     }
 
-    /// The path of its file, or what the kernel calls it, such as `[heap]`.
+    /// The path of its file, or the kernel's name for it, such as `[heap]`.
     pub fn name(&self) -> &[u8] {
         &self.name[..self.name_len]
     }
 
-    /// Private anonymous memory that may be moved into a memory file: heap, bss and plain mappings; not the main
-    /// thread's stack, not code.
+    /// True for private anonymous memory that may be moved into a memory file: heap, bss and plain mappings; not the
+    /// main thread's stack, not code.
     pub fn is_movable(&self) -> bool {
         let n = self.name();
         let named = n.is_empty() || n == b"[heap]" || n.starts_with(b"[anon:");
         !self.shared && self.file.inode == 0 && self.read && self.write && !self.exec && named
     }
 
-    /// A shared mapping of a memory file.
+    /// True for a shared mapping of a memory file.
     pub fn is_shared_memory(&self) -> bool {
         let n = self.name();
         self.shared && self.read && self.write && (n.starts_with(b"/memfd:") || n.starts_with(b"/dev/shm/"))
     }
 
-    /// Memory that another copy of this library has moved.
+    /// True for memory that another copy of this library has moved.
     pub fn is_anothers(&self) -> bool {
         self.shared && self.name().starts_with(b"/memfd:unirdma-mr")
     }
@@ -228,11 +228,11 @@ impl Maps {
     }
 }
 
-/// Longest line that is seen whole.
+/// Longest line that is read whole, bytes.
 const LINE: usize = 4096;
 
-/// Calls `f` with each line of an open file of `/proc` until it says true. Of a line longer than [`LINE`] bytes it sees the
-/// beginning.
+/// Calls `f` with each line of an open file of `/proc` until `f` returns true. Of a line longer than [`LINE`] bytes,
+/// `f` gets the beginning.
 pub(crate) fn each_line(file: &Known, mut f: impl FnMut(&[u8]) -> bool) {
     let (mut text, mut have, mut at, mut skip) = ([0u8; LINE], 0, 0, false);
     while let Ok(n) = rustix::io::pread(file, &mut text[have..], at)

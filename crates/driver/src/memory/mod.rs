@@ -1,4 +1,4 @@
-//! Memory registration: how the device reaches an MR's bytes. One of three ways for each MR.
+//! Memory registration. The device reaches each MR's bytes by one of three ways.
 //!
 //! | way | when | a transfer costs |
 //! |---|---|---|
@@ -6,7 +6,8 @@
 //! | share | private memory that can be moved into a memory file without anybody noticing | one copy |
 //! | copy | everything else | three copies (`bounce`), or system calls and more copies |
 //!
-//! `UNIRDMA_MR=copy` forces the last, `UNIRDMA_MR=direct` never moves pages, `UNIRDMA_MR=share` moves them whatever it costs.
+//! `UNIRDMA_MR=copy` forces the way *copy*, `UNIRDMA_MR=direct` never moves pages, `UNIRDMA_MR=share` moves them
+//! whatever it costs.
 //!
 //! `moved` knows what is in the memory file, `pages` moves it there and back, `maps` and `tools` ask the kernel.
 
@@ -43,7 +44,7 @@ pub(crate) use moved::{forks, prepare};
 use pages::PAGE;
 pub(crate) use regions::Regions;
 
-/// How an MR's bytes are reached.
+/// The way by which an MR's bytes are reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// Mapped as it is.
@@ -54,11 +55,11 @@ pub enum Way {
     Copy,
 }
 
-/// Why an MR goes the way that it goes.
+/// The reason for an MR's way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Why {
-    /// Nothing speaks against the fastest way.
+    /// Nothing prevents the fastest way.
     Fastest = 0,
     /// `UNIRDMA_MR` asks for it.
     Asked = 1,
@@ -70,7 +71,7 @@ pub enum Why {
     InUse = 4,
     /// The kernel holds pages of it (io_uring, AF_XDP, input or output that is under way).
     Pinned = 5,
-    /// It is no private anonymous memory: a file, a device, read-only or executable memory.
+    /// It is not private anonymous memory, but a file, a device, read-only or executable memory.
     Kind = 6,
     /// Another copy of this library has moved it.
     Another = 7,
@@ -112,7 +113,7 @@ impl Buffer {
     /// Zeroed memory of at least `len` bytes, page aligned.
     ///
     /// # Errors
-    /// `EINVAL` for no bytes, or those of the memory file.
+    /// `EINVAL` if `len` is 0; otherwise the errno of making the memory file.
     pub fn new(len: usize) -> Result<Self> {
         if len == 0 {
             return Err(libc::EINVAL);
@@ -132,8 +133,8 @@ impl Buffer {
     }
 }
 
-/// Prepares for what the program may do before it opens a device. Called when the library is loaded, so that the fork handlers run last
-/// before a fork and first after it.
+/// Installs the fork handlers, and opens files that the program may not be able to open later. Called when the library
+/// is loaded, so that the fork handlers run last before a fork and first after it.
 pub fn loaded() {
     moved::install_fork_handlers();
     if socket_path().exists() {
@@ -141,7 +142,7 @@ pub fn loaded() {
     }
 }
 
-/// What a registration asks for.
+/// Parameters of a registration.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     pdn: u32,
@@ -157,11 +158,11 @@ struct Placed {
     why: Why,
     /// Bus address of the first byte.
     start: u64,
-    /// The region of the context in which it lies alone.
+    /// The region in which it lies, if it is in one piece.
     region: Option<regions::Key>,
-    /// Regions of its own, if it lies in several files.
+    /// Regions of its own, if it lies in several pieces.
     own: Vec<RegionDesc>,
-    /// Parts of the memory file that it lies over: from where, and how many bytes.
+    /// Ranges of the memory file that it holds: offset, and length in bytes.
     held: Vec<(u64, u64)>,
 }
 
@@ -180,7 +181,7 @@ pub struct Mr {
     core: Arc<Core>,
 }
 
-/// What of an MR may change while it lives: a brief one that lives on is moved later.
+/// The part of an MR that may change while it lives: an MR that was expected to be brief is moved later if it lives on.
 struct Core {
     ctx: Arc<Context>,
     mrn: u32,
@@ -189,15 +190,16 @@ struct Core {
     state: Mutex<Option<(Asked, Placed)>>,
 }
 
-/// Most bytes of an MR that is moved while the program polls. The thread that polls is stopped until that is done, about 1 ms.
+/// Largest MR that is moved while the program polls, bytes. The thread that polls is stopped until the move is done,
+/// about 1 ms.
 const MOVED_IN_PASSING: u64 = 2 << 20;
 
-/// MRs that are moved if they live on. Those of up to [`MOVED_IN_PASSING`] bytes are moved while the program polls or arms a
-/// CQ; larger ones wait for the next registration, which may take long.
+/// MRs that are moved if they live on. MRs of up to [`MOVED_IN_PASSING`] bytes are moved while the program polls or
+/// arms a CQ; larger ones wait for the next registration, which may take long.
 static SMALL: Later = Later::new();
 static LARGE: Later = Later::new();
 
-/// A list of MRs that are to be moved if they live on, and when to look at the first of them.
+/// A list of MRs that are moved if they live on, and the time of the next check.
 struct Later {
     list: Mutex<Vec<Weak<Core>>>,
     count: AtomicUsize,
@@ -217,8 +219,8 @@ enum Source {
 impl Mr {
     /// Registers `[addr, addr + len)` under virtual address `iova`.
     ///
-    /// # Errors
-    /// `EFAULT` if the range is not mapped so, `EINVAL` for flags that do not go together, or those of
+    /// `EFAULT` if the range is not mapped with these rights, `EINVAL` for flags that do not go together, otherwise the
+    /// device's errno.
     /// the device.
     pub fn register(ctx: &Arc<Context>, pdn: u32, addr: u64, len: u64, iova: u64, flags: u32) -> Result<Self> {
         if flags & access::STAGE != 0 {
@@ -244,11 +246,11 @@ impl Mr {
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
     }
 
-    /// An MR of no memory: zeros are read from any address of it, and what is written is discarded. Its key serves as
+    /// An MR without memory: zeros are read from any of its addresses, and written data is discarded. Its key serves as
     /// lkey only.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn null(ctx: &Arc<Context>, pdn: u32) -> Result<Self> {
         let req = abi::HandleReq { handle: pdn, reserved: 0 };
         let r: abi::MrResp = ctx.command(Command::AllocNullMr, &req)?;
@@ -259,15 +261,16 @@ impl Mr {
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
     }
 
-    /// How its bytes are reached, and why so.
+    /// Its way, and the reason for it.
     pub fn way(&self) -> (Way, Why) {
         lock(&self.core.state).as_ref().map_or((Way::Copy, Why::Limits), |(_, p)| (p.way, p.why))
     }
 
-    /// Becomes what `new` is, with the keys that it has. If the device refuses, it stays as it was, and `new` is gone.
+    /// Makes this MR what `new` is, with the keys that this MR has. If the device refuses, this MR stays as it was, and
+    /// `new` is gone.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The errno of the device.
     pub fn replace(&mut self, mut new: Mr) -> Result<()> {
         let mut state = lock(&self.core.state);
         let ended = self.core.end(state.as_ref());
@@ -289,7 +292,7 @@ impl Mr {
     /// Deregisters the MR.
     ///
     /// # Errors
-    /// Those of the device; the MR lives on.
+    /// The errno of the device; the MR lives on.
     pub fn deregister(&mut self) -> Result<()> {
         let core = &self.core;
         let mut state = lock(&core.state);
@@ -333,7 +336,7 @@ impl Later {
         self.count.store(list.len(), Ordering::Relaxed);
     }
 
-    /// Moves the memory of those that have lived long enough.
+    /// Moves the memory of MRs that have lived long enough.
     #[inline]
     fn look(&self) {
         if self.count.load(Ordering::Relaxed) > 0 && clock_ns() >= self.due_ns.load(Ordering::Relaxed) {
@@ -371,7 +374,7 @@ impl Later {
     }
 }
 
-/// What is to be remembered of an MR that ends.
+/// Facts about an MR that ends, for the history.
 struct Ended {
     /// Whole pages.
     range: (u64, u64),
@@ -380,7 +383,7 @@ struct Ended {
 }
 
 impl Core {
-    /// What is to be remembered of the MR when it ends now, if anything is.
+    /// The facts for the history if the MR ends now; `None` if it does not count there.
     fn end(&self, state: Option<&(Asked, Placed)>) -> Option<Ended> {
         let (asked, _) = state.filter(|(_, p)| p.why == Why::Brief || p.way == Way::Share)?;
         let range = (asked.addr / PAGE * PAGE, (asked.addr + asked.len).next_multiple_of(PAGE));
@@ -390,7 +393,7 @@ impl Core {
         Some(Ended { range, life_ns, served })
     }
 
-    /// What requests have read and written by its key: the device has counted what it has reached itself.
+    /// Accesses by requests with its key: the device's count, and this process's own.
     fn served(&self) -> Served {
         if self.ctx.is_dead() {
             return Served::default();
@@ -401,7 +404,7 @@ impl Core {
         Served { accesses: r.accesses.saturating_add(own.accesses), bytes: r.bytes.saturating_add(own.bytes) }
     }
 
-    /// Registers the same memory anew, without regard to how long it may live, and lets this MR become that one.
+    /// Registers the same memory again, whatever life is expected of it, and lets this MR become the new one.
     fn move_now(&self) {
         let mut state = lock(&self.state);
         let Some((asked, old)) = state.as_mut() else { return };
@@ -417,10 +420,11 @@ impl Core {
 }
 
 impl Asked {
-    /// Places the memory and tells the device of it. `guess`: an MR that will be brief is not moved.
+    /// Places the memory and registers it with the device. `guess`: do not move the memory of an MR that is expected to
+    /// be brief.
     fn register(&self, ctx: &Arc<Context>, guess: bool) -> Result<(abi::MrResp, Placed)> {
         let placed = if self.flags & access::ON_DEMAND != 0 { self.on_demand(ctx)? } else { self.place(ctx, guess)? };
-        // Pages on demand may be gone when they are needed, which the device reports and this process would not survive.
+        // On-demand pages may be gone when they are needed. The device reports that; this process would not survive it.
         let bounces = placed.way == Way::Copy && self.flags & access::ON_DEMAND == 0;
         let stage = if bounces { access::STAGE } else { 0 };
         let req = abi::RegUserMrReq {
@@ -448,7 +452,7 @@ impl Asked {
         }
     }
 
-    /// All of the address space is one MR, if asked.
+    /// Length of the MR. An implicit on-demand MR is all of the address space.
     fn length(&self) -> u64 {
         let implicit = self.flags & access::ON_DEMAND != 0 && self.addr == 0 && self.len == usize::MAX as u64;
         if implicit { PROCESS_LIMIT } else { self.len }
@@ -462,7 +466,7 @@ impl Asked {
         self.addr.checked_add(self.length()).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)
     }
 
-    /// Pages may change at any time: each access looks them up.
+    /// Places on-demand memory: its pages may change at any time, so each access looks them up.
     fn on_demand(&self, ctx: &Context) -> Result<Placed> {
         self.check_end()?;
         offer_process(ctx)?;
@@ -483,7 +487,7 @@ impl Asked {
         }
     }
 
-    /// Gives the pages to the device as mapped memory, or says why they cannot be.
+    /// Gives the pages to the device as mapped memory, or returns the reason why they cannot be mapped.
     fn map(&self, ctx: &Arc<Context>, lo: u64, hi: u64, guess: bool) -> Result<std::result::Result<Placed, Why>> {
         let mut m = moved();
         let Some(maps) = m.maps() else { return Ok(Err(Why::Limits)) };
@@ -512,7 +516,7 @@ impl Asked {
         let mut placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
         let mut pieces = Vec::with_capacity(map.len());
         let mut failed = None;
-        // Where in the memory file the bytes lie that follow those of the piece before.
+        // Offset in the memory file behind the piece before, if that piece lies there.
         let mut next = None;
         for (i, (v, source)) in map.iter().zip(sources).enumerate() {
             let part = v.clip(lo, hi);
@@ -564,18 +568,19 @@ impl Asked {
     }
 }
 
-/// A part of an MR in a memory file; without a descriptor it is the process's own.
+/// A part of an MR in a memory file. Without a descriptor the file is the process's own memory file.
 struct Piece {
     id: FileId,
     fd: Option<OwnedFd>,
     off: u64,
     len: u64,
-    /// What of another file is worth being a region, for the sake of other MRs: from where, and how many bytes.
+    /// The range of another file that is worth being a region, because other MRs may lie in it: offset, and length in
+    /// bytes.
     whole: Option<(u64, u64)>,
 }
 
 impl Placed {
-    /// Tells the device of the files in which the MR lies.
+    /// Gives the device regions for the pieces of the MR.
     fn announce(&mut self, ctx: &Context, pieces: &[Piece], moved: Option<&OwnedFd>) -> Option<()> {
         fn fd<'a>(p: &'a Piece, moved: Option<&'a OwnedFd>) -> Option<BorrowedFd<'a>> {
             p.fd.as_ref().or(moved).map(|fd| fd.as_fd())
@@ -595,7 +600,7 @@ impl Placed {
         Some(())
     }
 
-    /// Gives back what it has: no MR of the device lies there any more.
+    /// Gives back its regions and its memory. No MR of the device lies there any more.
     fn release(self, ctx: &Context, ended: Option<Ended>) {
         if let Some(key) = self.region {
             regions::put(ctx, key);
@@ -614,7 +619,7 @@ impl Placed {
     }
 }
 
-/// How a mapping's bytes come to lie in a memory file; or why they do not.
+/// Where a mapping's bytes are, or will be; or the reason why they cannot be in a memory file.
 fn source(m: &moved::Moved, v: &Vma, brief: bool) -> std::result::Result<Source, Why> {
     if Some(v.file) == m.file_id() {
         return Ok(Source::Moved);
@@ -634,7 +639,7 @@ fn source(m: &moved::Moved, v: &Vma, brief: bool) -> std::result::Result<Source,
     }
 }
 
-/// `EFAULT` unless the mappings cover the range and allow what the MR allows.
+/// `EFAULT` unless the mappings cover the range and allow the accesses that the MR allows.
 fn check_range(map: &[Vma], lo: u64, hi: u64, flags: u32) -> Result<()> {
     let mut at = lo;
     for v in map {
@@ -653,11 +658,11 @@ fn offer_process(ctx: &Context) -> Result<()> {
     if *offered {
         return Ok(());
     }
-    // No descriptor is made for this: the program may have none left.
+    // Makes no descriptor, because the program may have none left.
     let mem = moved().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
     let fd = mem.get().map_err(|_| libc::EACCES)?;
     let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
-    // From here on the device may copy, and hears of every move.
+    // From here on the device may copy, and is told of every move.
     if let Some(d) = moved().door(ctx.id) {
         d.copies = true;
     }

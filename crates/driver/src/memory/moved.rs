@@ -1,8 +1,8 @@
-//! Which pages of the program lie in the memory file, and for how many MRs; when they go there and when they come back.
+//! Pages of the program that lie in the memory file: how many MRs each has, when it goes there, and when it comes back.
 //!
-//! One lock guards all of it, and signals are held under it, so that a signal handler may fork. The fork handlers of this
-//! process are here too: a fork finds no moved page, so that the kernel gives the child a copy of everything, as of
-//! private memory; then the pages go back to the file.
+//! One lock guards all of it. Signals are held while it is locked, so that a signal handler may fork. The fork handlers
+//! of this process are here, too: before a fork all moved pages become private, so that the kernel gives the child a
+//! copy of everything; after the fork the pages go back to the file.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,29 +22,30 @@ use crate::clock::clock_ns;
 use crate::lock;
 use crate::sync::Guard;
 
-/// Parts of the program's memory that are moved at most. Each is a mapping, and a shadow is another.
+/// Most parts of the program's memory that are moved. Each is a mapping, and its shadow is another.
 const MAX_PLACES: usize = 8192;
-/// Each part has so many bytes of the memory file for itself, or with its neighbours: a program may make its mapping longer.
+/// Bytes of the memory file that a part has for itself, or together with its neighbours: a program may make its mapping
+/// longer.
 pub(super) const SLOT: u64 = 1 << 40;
-/// The first part of a slot begins behind so many bytes, which are for neighbours before it.
+/// Offset of the first part in its slot. The bytes before it are for neighbours at lower addresses.
 const BEFORE: u64 = SLOT / 4;
-/// Parts of the memory file that are given out at most.
+/// Most slots of the memory file that are given out.
 const MAX_SLOTS: u64 = 1 << 21;
-/// This thread's stack is in use so far above and below the place of a local variable.
+/// This thread's stack counts as used up to this distance from a local variable, bytes.
 const NEAR: u64 = 128 << 10;
-/// A list of places has room for so many more, so that a fork handler need not allocate.
+/// Spare room in a list of parts, so that a fork handler need not allocate.
 const SPARE: usize = 64;
 
 /// A part of the program that lies in the memory file: one mapping of it.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     place: Place,
-    /// As the program has set it.
+    /// Protection bits, as the program has set them.
     prot: i32,
     advice: Advice,
-    /// Since when it lies at its address, on [`clock`].
+    /// Time since when it lies at its address, on the monotonic clock.
     since_ns: u64,
-    /// Private for the moment of a fork.
+    /// True while it is private for the moment of a fork.
     out: bool,
 }
 
@@ -53,18 +54,18 @@ impl Part {
         self.place.off + self.place.len
     }
 
-    /// What the program has asked for goes for the mapping of the file too, which no child gets in any case.
+    /// Gives the mapping of the file the program's advice for the range. No child gets this mapping in any case.
     fn advise(&self) {
         let Place { at, len, .. } = self.place;
         // SAFETY: such advice changes no contents.
         Advice::default().changes(self.advice).for_each(|a| _ = unsafe { pages::sys_madvise(at, len, a) });
     }
 
-    /// Gives the shadow the advice that the program has given since the file was mapped, so that the range still has it when it
-    /// is private again. `now` is what the mapping of the file has.
+    /// Gives the shadow the advice that the program has given since the file was mapped, so that the range still has it
+    /// when it is private again. `now`: advice of the file's mapping.
     fn renew(&mut self, now: Advice) {
-        // The library sets MADV_DONTFORK on the file's mapping, so only its absence says something of the program. It counts
-        // also if the look before the memory was taken had not seen that it had MADV_DONTFORK.
+        // The library sets MADV_DONTFORK on the file's mapping, so only its absence tells of the program's own advice.
+        // It counts also if the look before the move has not seen that the memory had MADV_DONTFORK.
         let was = Advice { unforked: self.advice.unforked || !now.unforked, ..self.advice };
         let now = Advice { unforked: self.advice.unforked && now.unforked, ..now };
         let Place { shadow, len, .. } = self.place;
@@ -84,19 +85,19 @@ impl Part {
 
 /// The moved memory of this process.
 pub(crate) struct Moved {
-    /// [`forks`] when the tools were opened.
+    /// Value of [`forks`] when the tools were opened.
     forks: u32,
     tools: Option<Tools>,
-    /// By their place in the file.
+    /// In the order of their offsets in the file.
     parts: Vec<Part>,
-    /// For building the next list of parts.
+    /// Storage for the next list of parts.
     spare: Vec<Part>,
     cover: Cover,
     slots: u64,
     free_slots: Vec<u64>,
-    /// Parts may be there that no MR lies over: they could not be given back.
+    /// True if there may be parts without an MR, because they could not be given back.
     has_free_parts: bool,
-    /// What came back soon after it was taken.
+    /// Recent MRs that were brief.
     pub history: History,
     pins: Option<(u64, bool)>,
     doors: Vec<Door>,
@@ -107,13 +108,13 @@ static MOVED: Mutex<Moved> = Mutex::new(Moved::empty());
 
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// How often this process was forked off another: contexts of an older number are a parent's.
+/// Number of forks between the first process and this one. Contexts with an older number belong to a parent.
 #[inline]
 pub(crate) fn forks() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
 
-/// Holds all signals of this thread until dropped.
+/// Blocks all signals of this thread until dropped.
 struct HoldSignals(libc::sigset_t);
 
 impl HoldSignals {
@@ -135,7 +136,7 @@ impl Drop for HoldSignals {
     }
 }
 
-/// The lock, with signals held.
+/// The lock, with signals blocked.
 pub(crate) struct Held {
     guard: Guard<'static, Moved>,
     // Dropped after the lock.
@@ -161,7 +162,7 @@ pub(crate) fn moved() -> Held {
     Held { guard: lock(&MOVED), _signals: signals }
 }
 
-/// Opens what moving memory needs, once for each process. Called when a device is opened.
+/// Opens the tools for moving memory, once for each process. Called when a device is opened.
 pub(crate) fn prepare() {
     install_fork_handlers();
     let mut m = moved();
@@ -194,12 +195,12 @@ impl Moved {
         }
     }
 
-    /// What was opened, if it is this process's own.
+    /// The tools, if this process has opened them itself.
     pub fn tools(&self) -> Option<&Tools> {
         self.tools.as_ref().filter(|_| self.forks == forks())
     }
 
-    /// Which file private memory is moved to.
+    /// The file to which private memory is moved.
     pub fn file_id(&self) -> Option<FileId> {
         self.tools()?.file_id()
     }
@@ -214,7 +215,7 @@ impl Moved {
         self.tools()?.maps.as_ref()
     }
 
-    /// A device was opened; the number of its door.
+    /// Adds the door of a device that was opened. Returns its number.
     pub fn add_door(&mut self, bell: Bell, wake: Arc<Known>, socket: Arc<Known>) -> u64 {
         self.next_door += 1;
         let id = self.next_door;
@@ -227,28 +228,29 @@ impl Moved {
         self.doors.iter_mut().find(|d| d.id == id)
     }
 
-    /// A device was closed.
+    /// Removes the door of a device that was closed.
     pub fn remove_door(&mut self, id: u64) {
         self.doors.retain(|d| d.id != id);
     }
 
-    /// An MR begins to use a range of the file.
+    /// Adds an MR to a range of the file.
     pub fn hold(&mut self, off: u64, len: u64) {
         self.cover.add(off, off + len);
     }
 
-    /// Looks what the program has asked for in `madvise(2)`, for what is moved next.
+    /// Reads the advice that the program has given by `madvise(2)`, for the memory that is moved next.
     pub fn look_at_advice(&mut self) {
         if let Some(t) = &mut self.tools {
             t.look_at_advice();
         }
     }
 
-    /// Moves private memory into the file; where it lies there: at one of `beside` if that is free, so that an MR over this memory and
-    /// its neighbours lies in one piece. Nobody holds it yet. [`Moved::look_at_advice`] was called before.
+    /// Moves private memory into the file and returns its offset there. The offset is one of `beside` if that is free,
+    /// so that an MR over this memory and its neighbours lies in one piece. The range has no holder yet.
+    /// [`Moved::look_at_advice`] must have been called before.
     ///
     /// # Errors
-    /// Why not. The memory is private, as it was.
+    /// The reason why not. The memory is private, as it was.
     pub fn take(&mut self, v: &Vma, beside: [Option<u64>; 2]) -> Result<u64, Why> {
         let len = v.end - v.start;
         let t = self.tools().ok_or(Why::Limits)?;
@@ -270,7 +272,7 @@ impl Moved {
             Some(_) => None,
             None => Some(self.free_slots.pop().or_else(|| self.new_slot()).ok_or(Why::Limits)?),
         };
-        // Huge pages lie alike in the memory and in the file.
+        // Huge pages have the same alignment in the memory and in the file.
         let off = beside.unwrap_or(slot.unwrap_or(0) * SLOT + BEFORE + v.start % (2 << 20));
         let advice = self.tools().map_or(Advice::default(), |t| t.advice(v.start).0);
         let Some(shadow) = pages::reserve_shadow(v.start, len) else {
@@ -317,7 +319,7 @@ impl Moved {
         (self.slots <= MAX_SLOTS).then_some(self.slots)
     }
 
-    /// True if nothing lies in this range of the file, which is within one slot, and nothing can have grown into it.
+    /// True if this range of the file is within one slot, nothing lies in it, and no mapping can have grown into it.
     fn is_vacant(&self, off: u64, len: u64) -> bool {
         let end = off + len;
         let before = self.parts.partition_point(|p| p.place.off < off).checked_sub(1).map(|i| &self.parts[i]);
@@ -327,7 +329,7 @@ impl Moved {
             && before.is_none_or(|p| p.end() / SLOT != off / SLOT || self.is_as_expected(p))
     }
 
-    /// The parts that meet `[lo, hi)` of the file.
+    /// The parts that overlap `[lo, hi)` of the file.
     fn parts_in(&self, lo: u64, hi: u64) -> std::ops::Range<usize> {
         let first = self.parts.partition_point(|p| p.end() <= lo);
         first..self.parts.partition_point(|p| p.place.off < hi).max(first)
@@ -343,7 +345,7 @@ impl Moved {
         })
     }
 
-    /// Room in the lists, so that a fork handler need not allocate.
+    /// Makes room in the lists, so that a fork handler need not allocate.
     fn reserve(&mut self) {
         self.parts.reserve(SPARE);
         let need = self.parts.len() + SPARE;
@@ -351,7 +353,7 @@ impl Moved {
         self.tools.iter_mut().for_each(|t| t.reserve(2 * need));
     }
 
-    /// An MR does not use these ranges of the file any more. What nobody uses becomes private memory again.
+    /// Removes an MR from these ranges of the file. Memory without an MR becomes private again.
     pub fn release(&mut self, ranges: &[(u64, u64)]) {
         if self.forks != forks() {
             return;
@@ -364,7 +366,7 @@ impl Moved {
             let mut at = off;
             while let Some((lo, hi)) = self.cover.first_free(at, off + len) {
                 at = hi;
-                // Memory that the program has unmapped meanwhile has no part any more, and its data no reader.
+                // The program has unmapped this memory meanwhile, so it has no part, and nobody reads its data.
                 if self.parts_in(lo, hi).is_empty()
                     && let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false))
                 {
@@ -382,7 +384,7 @@ impl Moved {
         }
     }
 
-    /// Gives all parts back that no MR lies over and that meet these ranges; also those that could not be given back before.
+    /// Gives back all parts that overlap these ranges and have no MR; also parts that could not be given back before.
     fn give_back_free(&mut self, ranges: &[(u64, u64)]) {
         let whole = [(0, u64::MAX)];
         let ranges = if self.has_free_parts { &whole[..] } else { ranges };
@@ -390,7 +392,7 @@ impl Moved {
         if !ranges.iter().any(|&(off, len)| self.parts[self.parts_in(off, off + len)].iter().any(is_free)) {
             return;
         }
-        // The kernel holds pages of the memory file then: what it writes there would be lost.
+        // While the kernel holds pages of the memory file, data that it writes there would be lost.
         self.has_free_parts = self.may_be_pinned();
         if self.has_free_parts {
             return;
@@ -412,7 +414,7 @@ impl Moved {
                 i += 1;
                 continue;
             };
-            // Its ends that somebody holds become parts of their own.
+            // Ends of the part that have a holder become parts of their own.
             if lo > part.place.off {
                 self.parts[i] = part.cut(part.place.off, lo - part.place.off);
                 i += 1;
@@ -441,7 +443,7 @@ impl Moved {
         }
     }
 
-    /// Gives the parts that meet `[lo, hi)` the advice that the last look at it has seen. Allocates nothing.
+    /// Gives the parts that overlap `[lo, hi)` the advice that the last look has found. Allocates nothing.
     fn renew(&mut self, lo: u64, hi: u64) {
         let mut i = self.parts_in(lo, hi).start;
         let Some(tools) = &self.tools else { return };
@@ -450,7 +452,7 @@ impl Moved {
             let Place { at, len, off, .. } = part.place;
             let (now, until) = tools.advice(at);
             if part.since_ns <= tools.looked_ns() {
-                // Advice for a piece of it is for that alone, as long as there is room.
+                // If the advice is for a piece of the part, that piece is cut off, as long as there is room.
                 if until < at + len && self.parts.len() < self.parts.capacity() {
                     let first = until - at;
                     self.parts[i] = part.cut(off, first);
@@ -462,8 +464,8 @@ impl Moved {
         }
     }
 
-    /// True if the kernel may hold pages of this process. The look costs time for each open file, so that an answer holds
-    /// for a while.
+    /// True if the kernel may hold pages of this process. The check takes time for each open file, so its result is
+    /// used for a while.
     fn may_be_pinned(&mut self) -> bool {
         let now = clock_ns();
         if let Some((until, known)) = self.pins
@@ -472,13 +474,13 @@ impl Moved {
             return known;
         }
         let held = self.tools().is_none_or(Tools::holds_pages);
-        // At most a twentieth of the time is spent so.
+        // At most a twentieth of the time is spent on the check.
         self.pins = Some((clock_ns() + (clock_ns() - now) * 20, held));
         held
     }
 
-    /// Makes the list of parts agree with what the program has done to its mappings: it may have moved, cut, protected or
-    /// unmapped them, or made them longer. Only parts that meet `ranges` need to agree.
+    /// Updates the list of parts after changes that the program has made to its mappings: it may have moved, cut,
+    /// protected or unmapped them, or made them longer. Only parts that overlap `ranges` must be right afterwards.
     fn look(&mut self, ranges: &[(u64, u64)]) {
         let (Some(tools), Some(id)) = (self.tools.as_ref(), self.file_id()) else { return };
         let Some(maps) = &tools.maps else { return };
@@ -499,7 +501,7 @@ impl Moved {
                         let since_ns = if cut.place.at == at { p.since_ns } else { clock_ns() };
                         Part { place: Place { at, ..cut.place }, prot: v.prot(), since_ns, ..cut }
                     }
-                    // Longer than it was when it was taken.
+                    // The mapping is longer than when it was taken.
                     next => {
                         let len = next.map_or(end, |p| p.place.off) - off;
                         let before = self.spare.last_mut().filter(|p| {
@@ -525,7 +527,7 @@ impl Moved {
             }
         }
         self.spare.sort_unstable_by_key(|p| p.place.off);
-        // Shadows of what is unmapped are not needed.
+        // Drops the shadows of ranges that were unmapped.
         for p in &self.parts {
             let mut off = p.place.off;
             while off < p.end() {
@@ -553,14 +555,14 @@ fn is_private(maps: &Maps, mut at: u64, end: u64) -> bool {
     at >= end
 }
 
-/// True if mapping `v` goes on behind part `p`, with what is no part yet.
+/// True if mapping `v` continues behind part `p` with memory that is not a part yet.
 fn grown(parts: &[Part], v: &Vma, p: &Part) -> bool {
     let goes_on = v.end > p.place.at + p.place.len;
     let i = parts.partition_point(|q| q.place.off < p.end());
     goes_on && parts.get(i).is_none_or(|q| q.place.off != p.end())
 }
 
-/// Makes a part private again.
+/// Makes a part private again. Returns how many of its bytes are private, from its beginning.
 fn give_back(h: &Hands<'_>, part: &mut Part) -> u64 {
     if part.place.shadow == 0 {
         match pages::fresh_shadow(part.place.at, part.place.len) {
@@ -574,8 +576,8 @@ fn give_back(h: &Hands<'_>, part: &mut Part) -> u64 {
     unsafe { pages::give_back(h, &part.place, part.prot) }
 }
 
-/// True if this thread uses the range while it moves memory: its stack, or its own block, which has errno and what the
-/// kernel keeps up to date for restartable sequences.
+/// True if this thread uses the range while it moves memory: its stack, or its thread control block, which has errno
+/// and the kernel's data for restartable sequences.
 fn is_used(v: &Vma) -> bool {
     let meets = |from: u64, to: u64| v.start < to && from < v.end;
     let here = 0u8;
@@ -587,7 +589,7 @@ fn is_used(v: &Vma) -> bool {
 
 // --- fork ---
 
-/// The lock, while a fork is under way.
+/// The lock, during a fork.
 static FORKING: Mutex<Option<ForkGuard>> = Mutex::new(None);
 
 struct ForkGuard(Held);
@@ -615,8 +617,8 @@ extern "C" fn after_in_child() {
 }
 
 impl Moved {
-    /// Everything that is moved becomes private memory, for the moment of a fork. What cannot be is not inherited: a child
-    /// that touches it crashes.
+    /// Makes everything that is moved private memory, for the moment of a fork. Memory that cannot be made private is
+    /// not inherited: a child that touches it crashes.
     fn leave_file(&mut self) {
         if self.parts.is_empty() || self.forks != forks() || !doors::leave(&self.doors) {
             return;
@@ -631,7 +633,7 @@ impl Moved {
             let mut part = self.parts[i];
             let done = give_back(&h, &mut part);
             part.out = done == part.place.len;
-            // Beyond the room of the list the rest of a part would be lost, so it stays as it is.
+            // If the list has no room, the rest of the part could not be recorded, so the part is not cut.
             if !part.out && done > 0 && self.parts.len() < self.parts.capacity() {
                 self.parts[i] = Part { out: true, ..part.cut(part.place.off, done) };
                 i += 1;
@@ -643,14 +645,14 @@ impl Moved {
         }
     }
 
-    /// Everything that [`Moved::leave_file`] made private goes back to where it was in the file.
+    /// Moves everything that [`Moved::leave_file`] made private back to its place in the file.
     fn enter_file(&mut self) {
         if self.parts.is_empty() || self.forks != forks() {
             return;
         }
         let mut whole = true;
         let Some(h) = self.tools.as_ref().and_then(|t| t.hands(&self.doors, true)) else {
-            // Then nothing has left it either.
+            // Then nothing has left the file either.
             return doors::come_back(&self.doors);
         };
         let maps = self.tools.as_ref().and_then(|t| t.maps.as_ref());
@@ -666,22 +668,22 @@ impl Moved {
                 None => Err(0),
             };
             if let Err(done) = taken {
-                // If another thread has unmapped the range since then, there is nothing to take. That is no failure.
+                // If another thread has unmapped the range meanwhile, there is nothing to move, which is no failure.
                 whole &= maps.is_some_and(|m| !is_private(m, at + done, at + len));
                 part.place.len = done;
             }
             part.advise();
         }
         self.parts.retain(|p| p.place.len > 0);
-        // If some memory could not go back, its MRs would be of other bytes than the program's: they stay away, and
-        // requests that need them fail.
+        // If some memory could not go back, its MRs would have other bytes than the program. Then the MRs stay away,
+        // and requests that need them fail.
         if whole {
             doors::come_back(&self.doors);
         }
     }
 }
 
-/// Arranges for forks, once.
+/// Installs the fork handlers, once.
 pub(super) fn install_fork_handlers() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -1,11 +1,13 @@
 //! Moving pages of the running program: private memory into the memory file, and back.
 //!
-//! Both ways replace a range by something else at the same address, in pieces, while other threads, the kernel and other
-//! processes may write to it. Whoever touches the range in that moment sleeps (userfaultfd) until the piece is done, so
-//! no store is lost. Without userfaultfd only a process with one thread may do this; the caller sees to that.
+//! Both directions replace a range by something else at the same address, in pieces, while other threads, the kernel
+//! and other processes may write to it. A thread that touches the range meanwhile sleeps (userfaultfd) until the piece
+//! is done, so no store is lost. Without userfaultfd only a process with one thread may do this; the caller makes sure
+//! of that.
 //!
 //! The *shadow* of a range is its original mapping, emptied and kept at another address while the memory file is in its
-//! place. It has what the program asked for in `madvise(2)` and `mbind(2)`, and it is what the range becomes again.
+//! place. It keeps the program's settings by `madvise(2)` and `mbind(2)`, and returns to the range when the memory
+//! becomes private again.
 //!
 //! **While a piece is under way nothing but this thread's stack and the work area may be touched**: a page of the heap
 //! may be one of those that are being moved, and then this thread would wait for itself. So: no allocation, no lock, no
@@ -17,23 +19,23 @@ use super::doors::{self, Door};
 use super::uffd::{NotMoved, Stops, Uffd};
 
 pub(crate) const PAGE: u64 = 4096;
-/// Bytes that are moved while threads wait.
+/// Bytes that are moved at a time while threads wait.
 const STEP: u64 = 2 << 20;
-/// Bytes of address space that are moved at a time if nobody waits.
+/// Bytes of address space that are moved at a time if no thread waits.
 const STEP_ALONE: u64 = 1 << 30;
-/// A hole of the memory file that is large.
+/// Size from which a hole of the memory file is large, bytes.
 const LARGE_HOLE: u64 = 64 << 20;
 /// Bytes of one entry of `/proc/self/pagemap`.
 const ENTRY: u64 = 8;
-/// Ranges that one look at the page tables finds at most.
+/// Most ranges that one scan of the page tables finds.
 const FOUND: usize = 64;
-/// How often a page is tried that is busy.
+/// Number of tries for a busy page.
 const TRIES: u32 = 4;
 
 const MADV_POPULATE_WRITE: i32 = 23;
 const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
 
-/// Why memory was not taken.
+/// The reason why memory was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failed {
     /// The kernel holds pages of it for input or output.
@@ -44,21 +46,21 @@ pub(crate) enum Failed {
     Room,
 }
 
-/// What moving needs: plain numbers, copied to the stack before a piece begins.
+/// The means to move pages: plain numbers, copied to the stack before a piece begins.
 #[derive(Clone, Copy)]
 pub(crate) struct Hands<'a> {
     /// The memory file.
     pub file: RawFd,
-    /// `/proc/self/pagemap`; a process that is not dumpable has none.
+    /// `/proc/self/pagemap`; `None` if the process may not open it, because it is not dumpable.
     pub pagemap: Option<RawFd>,
     pub uffd: Option<&'a Uffd>,
-    /// Where pages lie for a moment: [`STEP`] bytes at a multiple of it.
+    /// Address of the work area, where pages lie for a moment: [`STEP`] bytes at a multiple of it.
     pub side: u64,
     /// The devices that are told of each move.
     pub doors: &'a [Door],
-    /// Other threads are there, or may come.
+    /// True if there are other threads, or may be.
     pub threads: bool,
-    /// Pages of the range may be shared with a child that was just forked; they are not looked at for pins.
+    /// True if pages of the range may be shared with a child that was just forked; then pages are not checked for pins.
     pub after_fork: bool,
 }
 
@@ -83,8 +85,8 @@ pub(crate) fn last_errno() -> i32 {
     unsafe { *libc::__errno_location() }
 }
 
-// Plain system calls: the wrappers of the C library may be replaced (AddressSanitizer, ThreadSanitizer, allocators), and
-// what replaces them looks at memory that is on its way.
+// Plain system calls: the wrappers of the C library may be replaced (AddressSanitizer, ThreadSanitizer, allocators),
+// and the replacements look at memory that is being moved.
 
 unsafe fn sys_mmap(at: u64, len: u64, prot: i32, flags: i32, fd: RawFd, off: u64) -> Option<u64> {
     // SAFETY: by the caller's contract about the range.
@@ -99,7 +101,7 @@ unsafe fn sys_mremap(from: u64, len: u64, flags: i32, to: u64) -> bool {
     }
 }
 
-/// `madvise(2)`; true if it did it.
+/// `madvise(2)`. Returns true if it succeeded.
 pub(crate) unsafe fn sys_madvise(at: u64, len: u64, advice: i32) -> bool {
     // SAFETY: by the caller's contract about the range.
     unsafe { libc::syscall(libc::SYS_madvise, at, len, advice) == 0 }
@@ -123,7 +125,7 @@ unsafe fn sys_lock(call: libc::c_long, at: u64, len: u64) -> bool {
 const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
-/// Address space for the shadow of `len` bytes at `at`, as far from a huge page's boundary as that.
+/// Reserves address space for the shadow of `len` bytes at `at`, at the same distance from a huge page's boundary.
 pub(crate) fn reserve_shadow(at: u64, len: u64) -> Option<u64> {
     // SAFETY: a new mapping at a place of the kernel's choice, of which the ends are given back.
     unsafe {
@@ -161,9 +163,9 @@ pub(crate) fn make_side() -> Option<u64> {
     Some(side)
 }
 
-/// Ranges of `[from, end)` that have memory of their own, present or swapped out, as the kernel writes them; how many it
-/// found, and where it stopped looking: at `end`, or when there was no more room, or after `pages` pages unless that is 0.
-/// Pages that were only read are holes. `None` on kernels before 6.7.
+/// Finds ranges of `[from, end)` that have memory of their own, present or swapped out, in the kernel's format. Returns
+/// their number, and where the scan stopped: at `end`, or when there was no more room, or after `pages` pages unless
+/// that is 0. Pages that were only read are holes. `None` on kernels before 6.7.
 fn scan(h: &Hands<'_>, from: u64, end: u64, found: &mut [[u64; 3]], pages: u64) -> Option<(usize, u64)> {
     // struct pm_scan_arg: neither a zero page, and present or swapped.
     const ZERO: u64 = 1 << 5;
@@ -176,8 +178,8 @@ fn scan(h: &Hands<'_>, from: u64, end: u64, found: &mut [[u64; 3]], pages: u64) 
     (n >= 0).then(|| (n as usize, if arg[4] > from { arg[4] } else { end }))
 }
 
-/// Calls `f` with each range of `[at, at + len)` that has memory of its own, until it says no. Nobody else writes to the range, and it may be
-/// read.
+/// Calls `f` with each range of `[at, at + len)` that has memory of its own, until `f` returns false. Nobody else may
+/// write to the range, and it must be readable.
 fn each_present(h: &Hands<'_>, at: u64, len: u64, mut f: impl FnMut(u64, u64) -> bool) -> bool {
     let end = at + len;
     if h.pagemap.is_none() {
@@ -209,7 +211,7 @@ fn first_present(h: &Hands<'_>, at: u64, len: u64) -> u64 {
     first
 }
 
-/// Calls `f` with each range of pages for which `is_there` is true, until it says no.
+/// Calls `f` with each range of pages for which `is_there` is true, until `f` returns false.
 fn each_range(mut from: u64, end: u64, is_there: impl Fn(u64) -> bool, mut f: impl FnMut(u64, u64) -> bool) -> bool {
     while from < end {
         let first = from;
@@ -224,7 +226,7 @@ fn each_range(mut from: u64, end: u64, is_there: impl Fn(u64) -> bool, mut f: im
     true
 }
 
-/// True unless all of a page is zero, so that it may as well be a hole. Reading a page that is not there makes none.
+/// True unless a page is all zeros, so that it may as well be a hole. Reading a missing page does not make one.
 fn holds_more_than_zeros(page: u64) -> bool {
     // SAFETY: a page of a mapping of ours; nobody writes to it.
     (0..PAGE).step_by(8).any(|off| unsafe { std::ptr::read_volatile((page + off) as *const u64) } != 0)
@@ -240,7 +242,7 @@ fn each_in_pagemap(h: &Hands<'_>, mut from: u64, end: u64, mut f: impl FnMut(u64
         // SAFETY: reads at most the buffer.
         let got =
             unsafe { libc::syscall(libc::SYS_pread64, pagemap, entries.as_mut_ptr(), bytes, from / PAGE * ENTRY) };
-        // Without the file all pages count as there.
+        // Without the file all pages count as present.
         let is_there = |page: u64| got < bytes as i64 || entries[((page - from) / PAGE) as usize] >> 62 != 0;
         if !each_range(from, until, is_there, &mut f) {
             return false;
@@ -250,7 +252,8 @@ fn each_in_pagemap(h: &Hands<'_>, mut from: u64, end: u64, mut f: impl FnMut(u64
     true
 }
 
-/// Bytes from `at` on that are moved at once: up to the next multiple of [`STEP`], and all of a hole.
+/// Bytes from `at` on that are moved at once: up to the next multiple of [`STEP`], and all of a hole. After a fork of a
+/// process with one thread: up to [`STEP_ALONE`].
 fn step(h: &Hands<'_>, at: u64, left: u64) -> u64 {
     if h.after_fork && !h.threads {
         return left.min(STEP_ALONE);
@@ -263,11 +266,11 @@ fn step(h: &Hands<'_>, at: u64, left: u64) -> u64 {
     if first >= at + left { left } else { window.max((first / STEP * STEP).saturating_sub(at)) }
 }
 
-/// Moves private pages into the memory file, which is mapped over them: shared, not inherited by children.
-/// A range that is locked (`mlock(2)`) still is afterwards.
+/// Moves private pages into the memory file, and maps the file over them: shared, and not inherited by children. A
+/// range that is locked (`mlock(2)`) stays locked.
 ///
 /// # Errors
-/// See [`Failed`], and how many bytes were moved before; the rest is as it was, and its shadow is gone.
+/// See [`Failed`], with the number of bytes that were moved before. The rest is as it was, and its shadow is gone.
 ///
 /// # Safety
 /// `p.at` is private anonymous memory of protection `prot`, without this thread's stack; `p.shadow` is reserved.
@@ -297,14 +300,13 @@ pub(crate) unsafe fn take(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), (Fa
 }
 
 unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), Failed> {
-    // Locked pages are unlocked for the moment: they count only once against the limit of the process then.
+    // Locked pages are unlocked for the moment, so that they do not count twice against the limit of the process.
     let locked = is_locked(p.at);
     if locked {
         // SAFETY: changes no contents.
         unsafe { sys_lock(libc::SYS_munlock, p.at, p.len) };
     }
-    // What fails early leaves a shadow that is only reserved.
-    // SAFETY: as it says.
+    // SAFETY: early failures leave a shadow that is only reserved, and locking changes no contents.
     let give_up = |why| unsafe {
         if locked {
             sys_lock(libc::SYS_mlock, p.at, p.len);
@@ -344,7 +346,7 @@ unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), Failed> 
         unsafe { sys_mprotect(p.shadow, p.len, READ_WRITE) };
     }
     if let (None, Some(u), Some(side)) = (h.pagemap, h.uffd, aside) {
-        // The pages are going to be read, also those that are missing.
+        // All pages are read next, also missing ones, so the range must not be watched.
         u.forget(side, p.len);
     }
     let copied = each_present(h, source, p.len, |at, len| write_file(h.file, at, len, p.off + (at - source)));
@@ -377,17 +379,18 @@ unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), Failed> 
     Ok(())
 }
 
-/// True if the page is locked (`mlock(2)`): such pages cannot be made invalid (`msync(2)`), which does nothing to others.
+/// True if the page is locked (`mlock(2)`): `msync(2)` cannot invalidate locked pages, and does nothing to others.
 fn is_locked(at: u64) -> bool {
     // SAFETY: without MS_SYNC the call only checks the mapping. It leaves huge pages whole.
     let r = unsafe { libc::syscall(libc::SYS_msync, at, PAGE, libc::MS_ASYNC | libc::MS_INVALIDATE) };
     r == -1 && last_errno() == libc::EBUSY
 }
 
-/// Moves the pages to the work area. Those that are shared with a child are first made this process's own.
+/// Moves the pages to the work area. Pages that are shared with a child are first made this process's own.
 fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
     let (mut from, mut tries) = (p.at, 0);
-    // Only for the moment: whoever reads all memory of the process (valgrind, gdb) would wait for the pages that it has not.
+    // Watched only for the moment: a tool that reads all memory of the process (valgrind, gdb) would wait for missing
+    // pages.
     if !u.watch(side, p.len, Stops::Missing) {
         return Err(NotMoved::Unable);
     }
@@ -415,7 +418,7 @@ fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
     }
 }
 
-/// Undoes what was begun: the shadow takes its old place, with the pages in it.
+/// Undoes a piece that was begun: the shadow returns to its old place, with the pages in it.
 unsafe fn put_back(h: &Hands<'_>, p: &Place, aside: Option<u64>) {
     if let (Some(u), Some(side)) = (h.uffd, aside)
         && u.watch(p.shadow, p.len, Stops::Missing)
@@ -464,18 +467,19 @@ pub(crate) fn punch(file: RawFd, off: u64, len: u64) {
     }
 }
 
-/// True if all pages of a range of the memory file are there, in memory or swapped out; false on kernels before 6.5, which do not say.
+/// True if all pages of a range of the memory file exist, in memory or swapped out; false on kernels before 6.5, which
+/// do not say.
 fn is_full(file: RawFd, off: u64, end: u64) -> bool {
     const SYS_CACHESTAT: libc::c_long = 451;
-    // Pages that are there, dirty, under writeback, evicted, and recently evicted.
+    // Counts of pages: present, dirty, under writeback, evicted, recently evicted.
     let (range, mut pages) = ([off, end - off], [0u64; 5]);
     // SAFETY: the kernel reads the range and fills the counts.
     let r = unsafe { libc::syscall(SYS_CACHESTAT, file, range.as_ptr(), pages.as_mut_ptr(), 0) };
     r == 0 && (pages[0] + pages[3]) * PAGE >= end - off
 }
 
-/// Finds where the memory file has data. It remembers the last range, since the kernel counts all of its pages to find
-/// where it ends.
+/// Finds the data of the memory file. Remembers the last range, because the kernel walks all of its pages to find its
+/// end.
 struct Data {
     file: RawFd,
     known: (u64, u64),
@@ -499,17 +503,17 @@ impl Data {
                 return None;
             }
             let first = first as u64;
-            // The kernel looks for the hole page by page, and neighbours may follow without one.
+            // The kernel looks for a hole page by page, and neighbours may follow without a hole.
             let last =
                 if end - first <= STEP && is_full(self.file, first, end) { -1 } else { seek(first, libc::SEEK_HOLE) };
             self.known = (first, if last < 0 { end } else { last as u64 });
         }
-        // The range may have been found by a look that went further than this one.
+        // The range may be from a look that went further than this one.
         Some((self.known.0.max(off), self.known.1.min(end)))
     }
 
-    /// Calls `f` with each range of the shadow of `p` for which the file has data, and with its place in the file, until
-    /// it says no.
+    /// Calls `f` with each range of the shadow of `p` for which the file has data, and with its offset in the file,
+    /// until `f` returns false.
     fn each(&mut self, p: &Place, mut f: impl FnMut(u64, u64, u64) -> bool) -> bool {
         let mut from = p.off;
         while let Some((data, hole)) = self.next(from, p.off + p.len) {
@@ -522,9 +526,9 @@ impl Data {
     }
 }
 
-/// Makes a range that the memory file is mapped at private memory again, with the same bytes: its shadow takes its place.
-/// The range may have other protection than its shadow, and lie at another address than when it was taken. The file keeps
-/// its data. Returns how many bytes are private, from the beginning on; the shadow of those is gone.
+/// Makes a range where the memory file is mapped private again, with the same bytes: its shadow takes its place. The
+/// range may have other protection than its shadow, and lie at another address than when it was taken. The file keeps
+/// its data. Returns how many bytes are private, from the beginning on; the shadow of these bytes is gone.
 ///
 /// # Safety
 /// `p.at` is a mapping of the memory file at `p.off`, and `p.shadow` its shadow. Signals are held. Without a userfaultfd
@@ -546,8 +550,8 @@ pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32) -> u64 {
     done
 }
 
-/// Bytes that are given back at once, and whether all of them are a hole so large that protecting each of its pages costs
-/// more than it is worth while there is one thread.
+/// Bytes that are given back at once, and whether they are a large hole in a process with one thread: protecting each
+/// of its pages would cost more than it is worth.
 fn step_back(h: &Hands<'_>, data: &mut Data, p: &Place) -> (u64, bool) {
     let window = (STEP - p.at % STEP).min(p.len);
     if h.threads {
@@ -559,10 +563,10 @@ fn step_back(h: &Hands<'_>, data: &mut Data, p: &Place) -> (u64, bool) {
 
 unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, hole: bool) -> bool {
     let locked = is_locked(p.at);
-    // A fork of a program with one thread has nobody to stop but peers, whose system calls would fail.
+    // In a fork of a program with one thread only peers could be stopped, and their system calls would fail.
     let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads || !h.after_fork));
     if stops.is_some() {
-        // Pages are found while nobody waits yet.
+        // Allocates the pages of the shadow while nobody waits yet.
         data.each(p, |at, len, _| {
             // SAFETY: the shadow is ours.
             unsafe { sys_madvise(at, len, MADV_POPULATE_WRITE) };
@@ -602,21 +606,21 @@ unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, 
         }
     }
     if let Some(u) = stops {
-        // Whoever waits for the shared mapping goes on with what is there now.
+        // Threads that wait for the shared mapping go on with the present one.
         if placed { u.wake(p.at, p.len) } else { u.forget(p.at, p.len) }
     }
     placed
 }
 
-/// Makes a shadow longer, as the program has made its range; where it lies then. It becomes one mapping, so that the range is
-/// one mapping again afterwards.
+/// Makes a shadow longer, as the program has made its range longer, and returns its new address. The shadow becomes one
+/// mapping, so that the range is one mapping again afterwards.
 ///
 /// # Safety
 /// The range is a shadow, or the end of one.
 pub(crate) unsafe fn lengthen(shadow: u64, len: u64, by: u64) -> Option<u64> {
-    // SAFETY: changes and moves an empty mapping of ours that nobody has an address of but the caller.
+    // SAFETY: changes and moves an empty mapping of ours whose address only the caller has.
     unsafe {
-        // Its pieces came one by one, watched, and the kernel joins such mappings only when they are next changed.
+        // Its pieces came one by one, watched, and the kernel joins such mappings only when they are changed next.
         if !sys_mprotect(shadow, len, libc::PROT_NONE) || !sys_mprotect(shadow, len, READ_WRITE) {
             return None;
         }
@@ -625,7 +629,7 @@ pub(crate) unsafe fn lengthen(shadow: u64, len: u64, by: u64) -> Option<u64> {
     }
 }
 
-/// A fresh private mapping, as the shadow of memory that had none: a mapping that the program has made longer.
+/// Makes a private mapping as the shadow of memory that has none, because the program has made its mapping longer.
 pub(crate) fn fresh_shadow(at: u64, len: u64) -> Option<u64> {
     let shadow = reserve_shadow(at, len)?;
     // SAFETY: our own new mapping.

@@ -11,7 +11,7 @@ use super::moved::SLOT;
 use crate::context::Context;
 use crate::lock;
 
-/// Where a region lies: in which file, where in it, and how many bytes.
+/// Key of a region: its file, its offset in the file, and its length in bytes.
 pub(crate) type Key = (FileId, u64, u64);
 
 struct Region {
@@ -23,7 +23,7 @@ struct Region {
 #[derive(Default)]
 pub(crate) struct Regions {
     shared: BTreeMap<Key, Region>,
-    /// How many there are, with those of MRs that lie in several files.
+    /// Number of all regions, with the regions of MRs that lie in several pieces.
     count: usize,
 }
 
@@ -39,9 +39,9 @@ impl Regions {
         before.take_while(|(key, _)| key.0 == file).find(|(key, _)| holds(key)).map(|(&key, r)| (key, r))
     }
 
-    /// What becomes a region for the sake of bytes `[off, off + len)` of the process's memory file: as much again behind them as the regions
-    /// of their slot have, for neighbours that come later. So a growing heap has few regions, and none of them is much larger than what is
-    /// registered of it.
+    /// The range that becomes a region for bytes `[off, off + len)` of the process's memory file. Behind them it has as
+    /// much room as the regions of their slot have together, for neighbours that come later. So a growing heap has few
+    /// regions, and none of them is much larger than the registered part of it.
     fn with_room_behind(&self, file: FileId, off: u64, len: u64) -> (u64, u64) {
         let slot = off / SLOT * SLOT;
         let near = self.shared.range((file, slot, 0)..(file, slot + SLOT, 0));
@@ -49,7 +49,7 @@ impl Regions {
         (off, (len + room).min(slot + SLOT - off))
     }
 
-    /// Tells the device of a range of a file, at a bus address of its own.
+    /// Gives the device a region for a range of a file, at its own bus address.
     fn add(&mut self, ctx: &Context, fd: BorrowedFd<'_>, (off, len): (u64, u64), bus: u64) -> Option<RegionDesc> {
         if self.is_full() {
             return None;
@@ -61,7 +61,7 @@ impl Regions {
         Some(desc)
     }
 
-    /// Takes a range of a file back. In a forked child the device is its parent's, and keeps it.
+    /// Takes a region back. In a forked child the device is its parent's, and keeps it.
     fn remove(&mut self, ctx: &Context, desc: RegionDesc) {
         self.count -= 1;
         if !ctx.is_dead() {
@@ -70,21 +70,21 @@ impl Regions {
     }
 }
 
-/// Regions for the memory of MRs at most: some of those that a session may have are for its rings, and for the process.
+/// Most regions for the memory of MRs. A session needs others for its rings, and for the process's memory.
 const MAX_FOR_MRS: usize = unirdma_link::MAX_REGIONS * 7 / 8;
 
-/// A region that is no other MR's.
+/// Adds a region that no other MR shares.
 pub(crate) fn add(ctx: &Context, fd: BorrowedFd<'_>, range: (u64, u64), bus: u64) -> Option<RegionDesc> {
     lock(&ctx.regions).add(ctx, fd, range, bus)
 }
 
-/// Takes such a region back.
+/// Removes such a region.
 pub(crate) fn remove(ctx: &Context, desc: RegionDesc) {
     lock(&ctx.regions).remove(ctx, desc);
 }
 
-/// The bus address of `[off, off + len)` of a file. If no region has it, `whole` of it becomes one: from where, and how
-/// many bytes; without a `whole` the file is the process's own. Give the key back with [`put`].
+/// The bus address of `[off, off + len)` of a file. If no region contains it, the range `whole` (offset, and length in
+/// bytes) becomes one; without `whole` the file is the process's own. Give the key back with [`put`].
 pub(crate) fn get(
     ctx: &Context,
     file: FileId,
@@ -92,7 +92,7 @@ pub(crate) fn get(
     (off, len): (u64, u64),
     whole: Option<(u64, u64)>,
 ) -> Option<(Key, u64)> {
-    // Held while the device is told, so that no two threads tell it the same.
+    // Held while the device is told, so that no two threads add the same region.
     let regions = &mut *lock(&ctx.regions);
     if let Some((key, r)) = regions.find(file, off, len) {
         r.users += 1;
@@ -109,7 +109,7 @@ pub(crate) fn get(
     make(whole).or_else(|| make((off, len)).filter(|_| whole != (off, len)))
 }
 
-/// An MR does not use the region any more.
+/// Removes an MR from a region.
 pub(crate) fn put(ctx: &Context, key: Key) {
     let regions = &mut *lock(&ctx.regions);
     let Some(r) = regions.shared.get_mut(&key) else { return };
@@ -141,7 +141,7 @@ mod tests {
         assert!(r.find(FileId { dev: 1, inode: 3 }, 0, 1).is_none());
     }
 
-    /// Neighbours that are registered one after the other need a region each time that their number doubles.
+    /// Neighbours that are registered one after the other need another region only when their number has doubled.
     #[test]
     fn a_growing_heap_has_few_regions() {
         const MR: u64 = 700 << 10;

@@ -1,5 +1,6 @@
-//! What moving memory needs from the system. It is opened with the first device, since a program may have dropped its
-//! privileges or changed its root when it registers memory. It belongs to one address space: a forked child opens its own.
+//! Kernel interfaces for moving memory. They are opened with the first device, because a program may have dropped its
+//! privileges or changed its root when it registers memory. They belong to one address space: a forked child opens its
+//! own.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -21,7 +22,7 @@ use crate::clock::{clock_ns, thread_ns};
 /// Bytes of the memory file; nearly all of it are holes.
 const FILE_BYTES: u64 = 1 << 62;
 
-/// What was opened. What could not be is missing, and then there is less that can be done.
+/// The interfaces that were opened. If one of them could not be opened, it is missing, and less can be done.
 pub(crate) struct Tools {
     /// `/proc/self/maps`.
     pub maps: Option<Maps>,
@@ -34,19 +35,19 @@ pub(crate) struct Tools {
     advised: Advised,
 }
 
-/// What `madvise(2)` was told of a range, as far as the mapping of a file can have it too.
+/// Settings of a range by `madvise(2)` that a mapping of a file can have, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Advice {
     /// Left out of core dumps.
     pub undumped: bool,
     pub huge: bool,
     pub not_huge: bool,
-    /// No child gets it. The mapping of the memory file always is like that.
+    /// Not inherited by children. Always set for the mapping of the memory file.
     pub unforked: bool,
 }
 
 impl Advice {
-    /// What to call `madvise(2)` with, so that memory of this advice has that of `new`.
+    /// The calls of `madvise(2)` that change memory with this advice to `new`.
     pub fn changes(self, new: Advice) -> impl Iterator<Item = i32> {
         let dump = if new.undumped { libc::MADV_DONTDUMP } else { libc::MADV_DODUMP };
         let fork = if new.unforked { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
@@ -61,13 +62,13 @@ impl Advice {
     }
 }
 
-/// Where the program has given advice, and until when to believe that.
+/// Ranges for which the program has given advice, and until when that result is used.
 #[derive(Default)]
 struct Advised {
     until_ns: u64,
-    /// When the last look began; 0 if it saw nothing.
+    /// When the last look began; 0 if it failed.
     since_ns: u64,
-    /// It took long.
+    /// True if the last look took long.
     long: bool,
     ranges: Vec<(u64, u64, Advice)>,
 }
@@ -94,7 +95,7 @@ const SHORT_LOOK_NS: u64 = 4_000_000;
 struct Mover {
     file: Known,
     id: FileId,
-    /// `None` if the process may not look: it is not dumpable.
+    /// `None` if the process may not open it, because it is not dumpable.
     pagemap: Option<Known>,
     uffd: Option<Uffd>,
     side: u64,
@@ -104,8 +105,8 @@ fn open(path: &str) -> Option<Known> {
     File::open(Path::new(path)).ok().and_then(|f| Known::new(f.into()).ok())
 }
 
-/// This process's memory, opened when the library was loaded. A program that has changed its user, or has said that it is not to be dumped,
-/// may not open it any more.
+/// This process's memory, opened when the library was loaded. A program that has changed its user, or has made itself
+/// not dumpable, cannot open it any more.
 static EARLY: OnceLock<(Pid, Known)> = OnceLock::new();
 
 fn open_process() -> Option<Known> {
@@ -113,14 +114,16 @@ fn open_process() -> Option<Known> {
     Known::new(file.into()).ok()
 }
 
-/// Opens what a program that drops its rights cannot open any more. Called when the library is loaded into a program that has a vRNIC.
+/// Opens files that a program that drops its rights cannot open any more. Called when the library is loaded into a
+/// program that has a vRNIC.
 pub(crate) fn open_early() {
     if let Some(mem) = open_process() {
         let _ = EARLY.set((getpid(), mem));
     }
 }
 
-/// A child lets go of its parent's memory: it may be the part of a program that has fewer rights. Called in a fork handler.
+/// Closes the parent's memory in a child, which may be the part of a program with fewer rights. Called in a fork
+/// handler.
 pub(crate) fn close_early() {
     EARLY.get().into_iter().for_each(|(_, mem)| mem.close());
 }
@@ -152,7 +155,7 @@ pub(crate) fn limited() -> bool {
 }
 
 impl Tools {
-    /// Opens what can be opened.
+    /// Opens the interfaces that can be opened.
     pub fn open() -> Self {
         Tools {
             maps: open("/proc/self/maps").map(Maps::new),
@@ -170,29 +173,29 @@ impl Tools {
         self.mover.as_ref().map(|m| m.file.as_fd())
     }
 
-    /// Which file that is.
+    /// Identity of the memory file.
     pub fn file_id(&self) -> Option<FileId> {
         self.mover.as_ref().map(|m| m.id)
     }
 
-    /// True if other threads may run while memory is moved: they sleep, and so do their system calls.
+    /// True if other threads may run while memory is moved: they sleep meanwhile, also in system calls.
     pub fn stops_threads(&self) -> bool {
         self.mover.as_ref().and_then(|m| m.uffd.as_ref()).is_some_and(|u| u.full && u.protects)
     }
 
-    /// True if pages that the kernel holds are found when they are moved.
+    /// True if a move detects pages that the kernel holds.
     pub fn sees_pins(&self) -> bool {
         self.mover.as_ref().and_then(|m| m.uffd.as_ref()).is_some_and(|u| u.moves)
     }
 
-    /// Threads of this process; many if that is not known.
+    /// Number of threads of this process; the largest number if it is not known.
     pub fn threads(&self) -> u64 {
-        // A directory has two links beside one for each entry.
+        // A directory has two links, and one more for each entry.
         let links = self.tasks.as_ref().and_then(|d| rustix::fs::fstat(d).ok()).map(|s| u64::from(s.st_nlink as u32));
         links.map_or(u64::MAX, |n| n.saturating_sub(2))
     }
 
-    /// What moves pages; `None` if nothing can. Other threads can be told to wait, or there are none.
+    /// The means to move pages; `None` if there are none, or if there are other threads that cannot be told to wait.
     pub fn hands<'a>(&'a self, doors: &'a [Door], after_fork: bool) -> Option<Hands<'a>> {
         // The program may have closed our descriptors, and given their numbers to files of its own.
         let m = self.mover.as_ref().filter(|m| m.file.still_ours())?;
@@ -211,8 +214,8 @@ impl Tools {
         })
     }
 
-    /// Looks where the program has given advice. Only `/proc/self/smaps` says so, and it takes long where much memory is: then
-    /// what it said stays good for a while.
+    /// Reads the advice that the program has given. Only `/proc/self/smaps` shows it, and takes long if there is much
+    /// memory; then the result is used for a while.
     pub fn look_at_advice(&mut self) {
         if clock_ns() < self.advised.until_ns {
             return;
@@ -228,8 +231,8 @@ impl Tools {
         self.advised.long = long;
     }
 
-    /// Looks what advice mappings of the memory file have. It allocates nothing, since a fork handler calls it. Returns false
-    /// if there was no room for what it found; then some advice is missing.
+    /// Reads the advice of mappings of the memory file. Allocates nothing, because a fork handler calls it. Returns
+    /// false if there was no room for all of it; then some advice is missing.
     pub fn look_at_advice_in_fork(&mut self) -> bool {
         let id = self.file_id();
         // The other mappings are not in the result, so that the next ordinary look must not rely on it.
@@ -237,7 +240,7 @@ impl Tools {
         self.look_now(|v| Some(v.file) == id)
     }
 
-    /// Makes room for a look at so many mappings that may not allocate.
+    /// Makes room for a look at `mappings` mappings that may not allocate.
     pub fn reserve(&mut self, mappings: usize) {
         let have = self.advised.ranges.len();
         self.advised.ranges.reserve(mappings.saturating_sub(have));
@@ -262,12 +265,12 @@ impl Tools {
         room
     }
 
-    /// When [`Tools::look_at_advice`] looked last, on [`clock`]; 0 if it could not.
+    /// When the last look at advice began, on the monotonic clock; 0 if it failed.
     pub fn looked_ns(&self) -> u64 {
         self.advised.since_ns
     }
 
-    /// What the program had asked for at `at` when [`Tools::look_at_advice`] was called last, and where that ends.
+    /// The program's advice at `at`, as of the last look, and the address up to which it holds.
     pub fn advice(&self, at: u64) -> (Advice, u64) {
         let next = self.advised.ranges.partition_point(|r| r.1 <= at);
         match self.advised.ranges.get(next) {
@@ -314,8 +317,8 @@ pub(crate) fn dup_high(fd: BorrowedFd<'_>) -> Option<OwnedFd> {
     rustix::io::fcntl_dupfd_cloexec(fd, HIGH).ok().or_else(|| fd.try_clone_to_owned().ok())
 }
 
-/// Calls `f` with the names in an open directory until it says true; whether it did. Opens nothing: the process may have no
-/// descriptor left.
+/// Calls `f` with the names in an open directory until `f` returns true. Returns whether it did. Opens nothing: the
+/// process may have no descriptor left.
 fn each_name(dir: &Known, mut f: impl FnMut(&CStr) -> bool) -> bool {
     let mut space = [MaybeUninit::uninit(); 2048];
     if rustix::fs::seek(dir, rustix::fs::SeekFrom::Start(0)).is_err() {

@@ -2,14 +2,14 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// What it can do, and its descriptor. It belongs to the address space in which it was opened.
+/// A userfaultfd and its features. It belongs to the address space in which it was opened.
 pub(crate) struct Uffd {
     fd: OwnedFd,
-    /// System calls that touch the range sleep too; else they fail with `EFAULT` in that moment.
+    /// System calls that touch the range sleep too; otherwise they fail with `EFAULT` meanwhile.
     pub full: bool,
-    /// Moves pages within the address space, and refuses those that are pinned (Linux 6.8).
+    /// It moves pages within the address space, and refuses pinned pages (Linux 6.8).
     pub moves: bool,
-    /// Protects shared memory against writes (Linux 5.19).
+    /// It protects shared memory against writes (Linux 5.19).
     pub protects: bool,
 }
 
@@ -29,26 +29,26 @@ const FEATURE_MOVE: u64 = 1 << 16;
 const USER_MODE_ONLY: i32 = 1;
 const ALLOW_HOLES: u64 = 2;
 
-/// Which touches put a thread to sleep.
+/// Accesses that put a thread to sleep.
 #[derive(Clone, Copy)]
 pub(crate) enum Stops {
-    /// Any touch of a page that is not there.
+    /// Any access to a missing page.
     Missing = 1,
-    /// A write to a page that is protected.
+    /// A write to a protected page.
     Writes = 2,
 }
 
-/// Why pages were not moved.
+/// The reason why pages were not moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotMoved {
     /// This page and those after it are held by the kernel, or are shared with a child.
     Busy(u64),
-    /// This kind of memory is not moved so.
+    /// Memory of this kind cannot be moved by it.
     Unable,
 }
 
 impl Uffd {
-    /// Opens the best that this process may have.
+    /// Opens the most capable userfaultfd that this process may have.
     pub fn open() -> Option<Self> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let call = |flags: i32| {
@@ -66,7 +66,7 @@ impl Uffd {
         };
         let full = call(flags);
         if full.is_none() && super::pages::last_errno() == libc::ENOSYS {
-            // A kernel without it; or valgrind, which must not be surprised by what it does not know.
+            // The kernel lacks it; or this is valgrind, which does not know the call and must not see it again.
             return None;
         }
         let (fd, full) = match full.or_else(device) {
@@ -85,44 +85,44 @@ impl Uffd {
         None
     }
 
-    /// Moves the descriptor somewhere else.
+    /// Replaces the descriptor.
     pub fn with_fd(self, f: impl FnOnce(OwnedFd) -> Option<OwnedFd>) -> Option<Self> {
         Some(Uffd { fd: f(self.fd)?, ..self })
     }
 
-    /// 0, or an errno.
+    /// Returns 0 or an errno.
     fn ioctl(&self, request: libc::c_ulong, arg: *mut u64) -> i32 {
-        // SAFETY: each caller passes a structure of that request, as long as it says.
+        // SAFETY: each caller passes the structure of its request, of full length.
         let r = unsafe { libc::syscall(libc::SYS_ioctl, self.fd.as_raw_fd(), request, arg) };
         if r == 0 { 0 } else { super::pages::last_errno() }
     }
 
-    /// Watches a range. False if the memory is of a kind that cannot be, or somebody else watches it.
+    /// Watches a range. Returns false if memory of this kind cannot be watched, or something else watches it.
     pub fn watch(&self, at: u64, len: u64, stops: Stops) -> bool {
         let mut arg = [at, len, stops as u64, 0];
         self.ioctl(REGISTER, arg.as_mut_ptr()) == 0
     }
 
-    /// Stops watching; who sleeps goes on.
+    /// Stops watching; threads that sleep go on.
     pub fn forget(&self, at: u64, len: u64) {
         let mut arg = [at, len];
         self.ioctl(UNREGISTER, arg.as_mut_ptr());
         self.wake(at, len);
     }
 
-    /// Lets those go on that sleep for a page of the range, whatever is mapped there now.
+    /// Wakes threads that sleep for a page of the range, whatever is mapped there now.
     pub fn wake(&self, at: u64, len: u64) {
         let mut arg = [at, len];
         self.ioctl(WAKE, arg.as_mut_ptr());
     }
 
-    /// Writers of a watched range sleep from now on. False if it is not watched any more.
+    /// Lets writers of a watched range sleep from now on. Returns false if it is not watched any more.
     pub fn protect(&self, at: u64, len: u64) -> bool {
         loop {
             let mut arg = [at, len, 1];
             match self.ioctl(WRITEPROTECT, arg.as_mut_ptr()) {
                 0 => return true,
-                // A mapping changes just now.
+                // A mapping is being changed.
                 libc::EAGAIN => {}
                 _ => return false,
             }
@@ -132,7 +132,7 @@ impl Uffd {
     /// Moves the pages of `[from, from + len)` to `to`; both ranges are watched. Holes stay holes.
     ///
     /// # Errors
-    /// See [`NotMoved`]; pages before the one that is named have moved.
+    /// See [`NotMoved`]; pages before the failing one have moved.
     pub fn move_pages(&self, from: u64, to: u64, len: u64) -> Result<(), NotMoved> {
         let mut done = 0;
         while done < len {
