@@ -1,10 +1,11 @@
 //! Gives the library the symbol versions of rdma-core.
 //!
 //! `data/ibverbs.tsv` and `data/rdmacm.tsv` list every (version, symbol, default or compat) of Debian 12, 13 and
-//! unstable: one file is both libraries, so that a program has one state. For each symbol an assembly trampoline with `.symver` is written: to `api::x_NAME` where the sources have
-//! such a function, else to a stub that reports `EOPNOTSUPP`. The version script only declares the nodes;
-//! what is exported comes from the assembly. Also sets the soname, and links `libibverbs.so.1` and `librdmacm.so.1` into
-//! `target/<profile>/dropin`, a directory for LD_LIBRARY_PATH.
+//! unstable: one file is both libraries, so that a program has one state. For each symbol an assembly trampoline with
+//! `.symver` is written: to `api::x_NAME` where the sources have such a function, else to a stub that reports
+//! `EOPNOTSUPP`. The version script only declares the nodes; the exported symbols come from the assembly. Also sets the
+//! soname, and links `libibverbs.so.1` and `librdmacm.so.1` into `target/<profile>/dropin`, a directory for
+//! LD_LIBRARY_PATH.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -30,7 +31,7 @@ fn implemented(dir: &Path, names: &mut BTreeSet<String>) {
     }
 }
 
-/// What a missing function returns: errors come as -1, as NULL, as an errno value, or not at all.
+/// The stub for a missing function. Errors are reported as -1, as NULL, as an errno value, or not at all.
 fn stub(version: &str, name: &str) -> &'static str {
     const POINTERS: [&str; 7] = ["alloc", "create", "reg_", "open", "import", "_str", "get_"];
     if version.starts_with("RDMACM") {
@@ -119,7 +120,7 @@ fn link(out: &Path, nodes: &[&str]) {
     fs::write(&script, map).expect("nodes.map");
     println!("cargo::rustc-cdylib-link-arg=-Wl,--version-script={}", script.display());
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libibverbs.so.1");
-    // Memory may be moved, and fork handlers are installed: the library stays whatever dlclose(3) is asked.
+    // Memory may be moved, and fork handlers are installed, so dlclose(3) must not unload the library.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     let profile = out.ancestors().nth(3).expect("target/<profile>");
     let dir = profile.join("dropin");

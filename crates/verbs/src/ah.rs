@@ -10,7 +10,7 @@ use crate::device::{context, gid};
 use crate::trace::trace;
 use crate::{code, null};
 
-/// An address vector as the device takes it.
+/// An address vector in the device's format.
 pub(crate) fn ah_in(a: &ibv_ah_attr) -> abi::AhAttr {
     abi::AhAttr {
         grh: abi::GlobalRoute {
@@ -31,7 +31,7 @@ pub(crate) fn ah_in(a: &ibv_ah_attr) -> abi::AhAttr {
     }
 }
 
-/// An address vector as the application sees it.
+/// An address vector in the program's format.
 pub(crate) fn ah_out(a: &abi::AhAttr) -> ibv_ah_attr {
     ibv_ah_attr {
         grh: ibv_global_route {
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn x_ibv_destroy_ah(ah: *mut ibv_ah) -> i32 {
     0
 }
 
-/// The address vector that leads back to the sender of a datagram: its header is in the receive's first 40 bytes.
+/// The address vector for an answer to the sender of a datagram, whose header is in the receive's first 40 bytes.
 pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     c: *mut ibv_context,
     port: u8,
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
         crate::set_errno(e);
         -1
     };
-    // RoCE has no datagram without that header (annex A17).
+    // RoCE has no datagram without a GRH (annex A17).
     if wc.wc_flags & WC_GRH == 0 || grh.is_null() {
         return failed(libc::EINVAL);
     }
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     let out = ibv_ah_attr {
         grh: route,
         dlid: wc.slid,
-        // That of a datagram's completion says which header the datagram has.
+        // The SL of a datagram's completion says which header the datagram has.
         sl: 0,
         src_path_bits: wc.dlid_path_bits,
         static_rate: 0,

@@ -25,7 +25,7 @@ pub(crate) struct CqObj {
     pub poller: Poller,
     /// The completion that `start_poll` or `next_poll` has found.
     pub current: UnsafeCell<Done>,
-    /// Tag matching, of a CQ that has such SRQs.
+    /// Tag matching, if SRQs with tag matching use this CQ.
     pub tm: OnceLock<Matching>,
 }
 

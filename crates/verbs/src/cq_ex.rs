@@ -11,7 +11,7 @@ use crate::trace::trace;
 /// `IBV_WC_STANDARD_FLAGS`, completion timestamps by the device's clock and by the wall clock, and tag matching.
 const WC_FLAGS: u64 = 0xff | 1 << 10 | 1 << 11;
 const MASK_FLAGS: u32 = 1;
-/// A parent domain: its thread domain says that one thread polls.
+/// A parent domain. If it has a thread domain, one thread polls.
 const MASK_PD: u32 = 2;
 const FLAG_SINGLE_THREADED: u32 = 1;
 const FLAG_IGNORE_OVERRUN: u32 = 2;
@@ -21,7 +21,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(c: *mut ibv_context, init: *mut ibv
     let a = unsafe { &*init };
     let flags = if a.comp_mask & MASK_FLAGS != 0 { a.flags } else { 0 };
     trace!("ibv_create_cq_ex(wc_flags {:#x}, flags {flags:#x})", a.wc_flags);
-    // A program that ignores overruns asks for what this device never needs to do.
+    // Ignoring overruns is accepted: this device never needs to.
     let known = flags & !(FLAG_SINGLE_THREADED | FLAG_IGNORE_OVERRUN) == 0;
     if a.comp_mask & !(MASK_FLAGS | MASK_PD) != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
         return null(libc::EOPNOTSUPP);
@@ -87,7 +87,7 @@ unsafe extern "C" fn read_tm_info(cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info)
     }
 }
 
-/// A clock of the system, nanoseconds.
+/// A clock of the system, ns.
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: room for a time.
@@ -95,7 +95,7 @@ fn clock_ns(clock: libc::clockid_t) -> u64 {
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// The device's clock now, in its own unit, nanoseconds.
+/// The device's clock now, ns.
 pub(crate) unsafe extern "C" fn query_rt_values(_c: *mut ibv_context, values: *mut ibv_values_ex) -> i32 {
     const RAW_CLOCK: u32 = 1;
     // SAFETY: the caller passes room for the values.

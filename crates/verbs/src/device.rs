@@ -26,7 +26,7 @@ struct DeviceObj {
     guid: u64,
 }
 
-/// What `ops` of our devices points to; nobody looks inside.
+/// The target of `ops` of our devices. Nobody reads it.
 static DEVICE_OPS: usize = 0;
 const NAME: &str = "unirdma0";
 
@@ -35,7 +35,8 @@ pub(crate) struct ContextObj {
     pub c: verbs_context,
     pub driver: Arc<driver::Context>,
     _device: Box<DeviceObj>,
-    /// Programs hand this to others to import the device from, which then is refused: it leads nowhere.
+    /// Descriptor for `cmd_fd`. It leads nowhere: programs may pass it on to import the device from it, which is then
+    /// refused.
     _cmd: Known,
     /// Objects by handle, for events.
     pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
@@ -48,17 +49,17 @@ pub(crate) struct ContextObj {
 }
 
 impl ContextObj {
-    /// An object of this context was made.
+    /// Counts a new object of this context.
     pub fn born(&self) {
         self.objects.fetch_add(1, Ordering::Relaxed);
     }
-    /// An object of this context was destroyed.
+    /// Counts an object of this context that was destroyed.
     pub fn gone(&self) {
         self.objects.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The context object around a C context.
+/// The object that contains a C context.
 ///
 /// # Safety
 /// `c` must be a context that `ibv_open_device` returned and that was not closed.
@@ -84,7 +85,7 @@ fn new_device(guid: u64) -> Box<DeviceObj> {
     d
 }
 
-/// The list ends with NULL; an absent virtual layer is an empty list.
+/// The list of devices, which ends with NULL. It is empty if there is no virtual layer.
 pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_device {
     if let Err(e) = driver::HEAP.reserve() {
         return null(e);
@@ -207,8 +208,8 @@ pub unsafe extern "C" fn x_ibv_close_device(c: *mut ibv_context) -> i32 {
     let ctx = unsafe { context(c) };
     let left = ctx.objects.load(Ordering::Relaxed);
     trace!("ibv_close_device(): {left} objects are left");
-    // Programs that close a device before its objects still destroy those afterwards: then the context
-    // stays until the process ends.
+    // Some programs close a device before its objects, which they destroy afterwards. Then the context stays until the
+    // process ends.
     if left == 0 {
         // SAFETY: it was boxed in ibv_open_device, and nothing refers to it any more.
         unsafe { drop(Box::from_raw(std::ptr::from_ref(ctx).cast_mut())) };
@@ -232,8 +233,8 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
     a.max_qp = int(c.max_qp);
     a.max_qp_wr = int(c.max_qp_wr);
     a.device_cap_flags = c.device_cap_flags as u32;
-    // Verbs of user space have no fast registration. What programs ask of this flag is whether they may use LOCAL_INV and
-    // SEND_WITH_INV (SPDK does, for one).
+    // Verbs of user space have no fast registration. Programs read this flag to learn whether they may use LOCAL_INV
+    // and SEND_WITH_INV (SPDK does, for one).
     if c.features & abi::FEATURE_INVALIDATE != 0 {
         a.device_cap_flags |= MEM_MGT_EXTENSIONS;
     }
@@ -293,7 +294,8 @@ unsafe extern "C" fn query_device_ex(
         a.orig_attr = device_attr(device);
         a.phys_port_cnt_ex = a.orig_attr.phys_port_cnt.into();
         a.device_cap_flags_ex = device.config.device_cap_flags | u64::from(a.orig_attr.device_cap_flags);
-        // On-demand paging: of all that RC, UC and UD can, since each access of such an MR looks its pages up.
+        // On-demand paging is possible with all operations of RC, UC and UD, because each access of such an MR looks
+        // its pages up.
         a.odp_general_caps = ODP_SUPPORT | ODP_IMPLICIT;
         a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
         a.xrc_odp_caps = ODP_RC;
@@ -439,8 +441,8 @@ impl Interfaces {
         self.0.iter().find(|(g, _)| g == gid).map(|&(_, index)| index)
     }
 
-    /// The interface that a GID belongs to; 0 if there is none. A link-local GID belongs to the interface of the port's
-    /// first GID, even if IPv6 is off there.
+    /// The interface that has a GID's address; 0 if there is none. A link-local GID belongs to the interface of the
+    /// port's first GID, even if IPv6 is off there.
     fn of(&self, ctx: &ContextObj, raw: &[u8; 16]) -> u32 {
         let first = || {
             let link_local = raw[0] == 0xfe && raw[1] & 0xc0 == 0x80;
@@ -495,7 +497,7 @@ pub unsafe extern "C" fn x__ibv_query_gid_table(
     for index in 0.. {
         let e = match gid_entry(ctx, 1, index, &interfaces) {
             Ok(e) => e,
-            // An address that was taken away leaves a hole.
+            // An address that was removed leaves a hole.
             Err(libc::ENODATA) => continue,
             Err(_) => break,
         };
@@ -533,12 +535,12 @@ pub unsafe extern "C" fn x_ibv_get_pkey_index(c: *mut ibv_context, port: u8, pke
     if unsafe { x_ibv_query_pkey(c, port, 0, &raw mut found) } == 0 && found == pkey { 0 } else { -1 }
 }
 
-/// `/sys`, as the environment may have it elsewhere.
+/// Always `/sys`; rdma-core lets the environment name another directory.
 pub extern "C" fn x_ibv_get_sysfs_path() -> *const c_char {
     c"/sys".as_ptr()
 }
 
-/// The few files that programs read through the library, made up; -1 for others.
+/// Contents of the few files that programs read through the library; -1 for other files.
 pub unsafe extern "C" fn x_ibv_read_sysfs_file(
     dir: *const c_char,
     file: *const c_char,
@@ -565,7 +567,7 @@ pub unsafe extern "C" fn x_ibv_read_sysfs_file(
     n as i32
 }
 
-/// RoCE needs no address resolution here: the virtual layer finds the peer by its GID.
+/// Needs no address resolution: the virtual layer finds the peer by its GID.
 pub unsafe extern "C" fn x_ibv_resolve_eth_l2_from_gid(
     _c: *mut ibv_context,
     _attr: *mut ibv_ah_attr,

@@ -1,4 +1,5 @@
-//! Device memory: memory of the virtual layer's and the program's alike, reached by copies and by zero-based MRs.
+//! Device memory, which both the virtual layer and the program have mapped. It is reached by copies and by zero-based
+//! MRs.
 
 use std::ffi::c_void;
 
@@ -11,9 +12,9 @@ use crate::mr::register_named;
 use crate::trace::trace;
 use crate::{code, null};
 
-/// Most bytes of one piece, as `ibv_query_device_ex` says.
+/// Largest piece, bytes, as `ibv_query_device_ex` reports it.
 pub(crate) const MAX_BYTES: u64 = 16 << 20;
-/// Copies are of whole words, as on hardware that has such memory.
+/// Copies are made of whole words, as on hardware with such memory.
 const WORD: u64 = 4;
 const MAX_LOG_ALIGN: u32 = 12;
 
@@ -61,7 +62,7 @@ pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> i32 {
 }
 
 impl DmObj {
-    /// Where `[off, off + len)` lies.
+    /// The address of `[off, off + len)`, if the range is valid.
     fn range(&self, off: u64, len: usize) -> Result<*mut u8, i32> {
         let len = len as u64;
         let inside = off.checked_add(len).is_some_and(|end| end <= self.len);

@@ -43,7 +43,7 @@ pub unsafe extern "C" fn x_ibv_dealloc_pd(pd: *mut ibv_pd) -> i32 {
     code(r)
 }
 
-/// A thread domain: queues of its parent domains take no lock.
+/// Allocates a thread domain. Queues of its parent domains take no lock.
 pub(crate) unsafe extern "C" fn alloc_td(c: *mut ibv_context, attr: *mut u32) -> *mut c_void {
     trace!("ibv_alloc_td()");
     // SAFETY: the caller passes its context, and attributes, which begin with their comp_mask.

@@ -1,7 +1,7 @@
 //! Completion channels and asynchronous events.
 //!
-//! Whoever destroys an object waits until every event of it that was handed out has been acknowledged
-//! (`ibv_get_cq_event(3)`, `ibv_get_async_event(3)`).
+//! Destroying an object waits until every event of it that was handed out has been acknowledged (`ibv_get_cq_event(3)`,
+//! `ibv_get_async_event(3)`).
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -45,12 +45,13 @@ pub(crate) struct ChannelObj {
 }
 
 impl ChannelObj {
-    /// Which completion event queue.
+    /// Number of its completion event queue.
     pub fn number(&self) -> u32 {
         self.events.number()
     }
 
-    /// CQs are gone: the descriptor shall not announce events of those that are not in the table.
+    /// Called after CQs were destroyed: removes events of CQs that are not in the table, so that the descriptor does
+    /// not announce them.
     pub fn forget_cqs(&self, ctx: &ContextObj) {
         ctx.driver.forget(&self.events, |e| !lock(&ctx.cqs).contains_key(&e.handle));
     }
@@ -100,7 +101,7 @@ pub unsafe extern "C" fn x_ibv_get_cq_event(
     let obj = unsafe { &*ch.cast::<ChannelObj>() };
     // SAFETY: a channel's context is open.
     let ctx = unsafe { context(obj.c.context) };
-    // No lock is held and nothing is to be dropped while this waits: see `EventSource::next`.
+    // No lock is held here, and there is nothing to drop: see `EventSource::next`.
     loop {
         let event = match obj.events.next() {
             Ok(e) => e,
@@ -109,7 +110,7 @@ pub unsafe extern "C" fn x_ibv_get_cq_event(
                 return -1;
             }
         };
-        // An event of a CQ that was destroyed meanwhile is nobody's.
+        // Events of a CQ that was destroyed meanwhile are ignored.
         if let Some(found) = give_event(&ctx.cqs, event.handle, |cq| &cq.comp_events) {
             // SAFETY: destroying it waits for the acknowledgement; the caller passes room for both.
             unsafe {
@@ -131,7 +132,7 @@ pub unsafe extern "C" fn x_ibv_ack_cq_events(cq: *mut ibv_cq, n: u32) {
     obj.comp_events.ack(n);
 }
 
-/// The object that an event names, which whoever destroys it waits for from here on; `None` if it is gone.
+/// The object of an event; `None` if it is gone. From here on, destroying the object waits for this event.
 fn give_event<T>(table: &Mutex<HashMap<u32, *mut T>>, handle: u32, of: impl Fn(&T) -> &Outstanding) -> Option<*mut T> {
     let table = lock(table);
     let found = table.get(&handle).copied()?;
@@ -156,7 +157,7 @@ pub(crate) fn is_srq_event(kind: u32) -> bool {
 pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut ibv_async_event) -> i32 {
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
-    // No lock is held and nothing is to be dropped while this waits: see `EventSource::next`.
+    // No lock is held here, and there is nothing to drop: see `EventSource::next`.
     loop {
         let e = match ctx.driver.next_async() {
             Ok(e) => e,

@@ -1,9 +1,9 @@
 //! `libibverbs.so.1` and, in the same file, `librdmacm.so.1`: drop-ins for rdma-core's libraries whose device is a
 //! uniRDMA vRNIC.
 //!
-//! A thin C skin over the driver crate: it checks pointers and values that C programs pass, keeps the
-//! public fields of the C objects true, and turns errors into what each man page says. It must never
-//! unwind, abort, or connect before it is asked for devices.
+//! A thin C skin over the driver crate: it checks pointers and values that C programs pass, keeps the public fields of
+//! the C objects true, and reports errors as each man page says. It must never unwind, abort, or connect before it is
+//! asked for devices.
 //!
 //! Symbols get their versions in `build.rs`; `x_NAME` is the implementation of `NAME`.
 #![allow(clippy::missing_safety_doc, missing_docs, non_snake_case)]
@@ -29,7 +29,7 @@ mod trace;
 mod wr;
 mod xrcd;
 
-/// Every implementation, for the trampolines.
+/// All implementations, for the trampolines.
 mod api {
     pub use crate::ah::*;
     pub use crate::cq::*;
@@ -74,7 +74,7 @@ fn set_errno(e: i32) {
     unsafe { *libc::__errno_location() = e };
 }
 
-/// NULL, with errno.
+/// NULL, after setting errno.
 fn null<T>(e: i32) -> *mut T {
     set_errno(e);
     std::ptr::null_mut()
@@ -91,7 +91,7 @@ fn code(r: Result<(), i32>) -> i32 {
     }
 }
 
-/// 0, or -1 with errno: what the calls of `librdmacm` return.
+/// 0, or -1 with errno: the result of calls of `librdmacm`.
 fn done(r: Result<(), i32>) -> i32 {
     match r {
         Ok(()) => 0,

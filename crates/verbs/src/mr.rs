@@ -16,7 +16,7 @@ pub(crate) struct MrObj {
     c: ibv_mr,
     mr: driver::Mr,
     range: Range,
-    /// A null MR. Its PD may go before it, and then it means nothing.
+    /// A null MR. Its PD may be deallocated before it, which also ends the MR.
     is_null: bool,
 }
 
@@ -26,7 +26,7 @@ unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
     unsafe { register_named(pd, addr, length, iova, access, addr) }
 }
 
-/// Hands an MR to the program.
+/// Makes the C object of an MR for the program.
 ///
 /// # Safety
 /// `c` names the caller's PD, and its context.
@@ -42,7 +42,7 @@ unsafe fn keep(c: ibv_mr, mr: driver::Mr, range: Range) -> *mut ibv_mr {
     obj.cast()
 }
 
-/// As `register`, of an MR that its program knows under another address.
+/// As `register`, for an MR that its program knows under another address.
 ///
 /// # Safety
 /// `pd` is the caller's.
@@ -54,7 +54,7 @@ pub(crate) unsafe fn register_named(
     access: u32,
     name: *mut c_void,
 ) -> *mut ibv_mr {
-    // Before anything is looked up, which takes memory.
+    // Fails before anything is looked up, which takes memory.
     if driver::HEAP.is_low() {
         return null(libc::ENOMEM);
     }
@@ -105,8 +105,9 @@ pub unsafe extern "C" fn x_ibv_reg_mr_iova2(
     unsafe { register(pd, addr, length, iova, access) }
 }
 
-/// The device cannot import the memory of other devices: what is behind such a descriptor need not be mappable. Programs that ask (NCCL, UCX)
-/// copy through the host's memory after this answer; any other error than this one says that the device could.
+/// The device cannot import the memory of other devices, because memory behind such a descriptor need not be mappable.
+/// Programs that ask (NCCL, UCX) copy through the host's memory after this answer; they take any other error for a
+/// device that could.
 pub unsafe extern "C" fn x_ibv_reg_dmabuf_mr(
     _pd: *mut ibv_pd,
     offset: u64,
@@ -156,7 +157,7 @@ pub unsafe extern "C" fn x_ibv_reg_buf_mr(
     unsafe { register(pd, addr, length, addr as u64, access as u32) }
 }
 
-/// What a registration is made of.
+/// Parameters of a registration.
 #[derive(Clone, Copy)]
 struct Range {
     addr: *mut c_void,
@@ -169,12 +170,13 @@ struct Range {
 const REREG_TRANSLATION: i32 = 1;
 const REREG_PD: i32 = 2;
 const REREG_ACCESS: i32 = 4;
-/// `IBV_REREG_MR_ERR_INPUT`: the MR is as it was.
+/// `IBV_REREG_MR_ERR_INPUT`: bad input; the MR is as it was.
 const REREG_ERR_INPUT: i32 = -1;
-/// `IBV_REREG_MR_ERR_CMD`: the same, and the device has refused.
+/// `IBV_REREG_MR_ERR_CMD`: the device has refused; the MR is as it was.
 const REREG_ERR_CMD: i32 = -4;
 
-/// A new registration is made first and then takes the old one's place, so that a failure changes nothing. The keys stay.
+/// Makes a new registration first, which then takes the old one's place, so that a failure changes nothing. The keys
+/// stay.
 pub unsafe extern "C" fn x_ibv_rereg_mr(
     mr: *mut ibv_mr,
     flags: i32,
@@ -222,7 +224,8 @@ pub unsafe extern "C" fn x_ibv_rereg_mr(
     0
 }
 
-/// Where the bytes of an SGE lie in this process, if its MR is there, of this PD, and lets the device write to it.
+/// The address in this process of an SGE's bytes, if its MR exists, belongs to this PD, and lets the device write to
+/// it.
 pub(crate) fn memory(ctx: &crate::device::ContextObj, pdn: u32, s: &unirdma_abi::Sge) -> Option<*mut u8> {
     // SAFETY: the table holds live MRs only, and is locked; an MR's PD lives.
     let (range, of) = lock(&ctx.mrs).get(&s.lkey).map(|&mr| unsafe { ((*mr).range, (*(*mr).c.pd).handle) })?;
@@ -237,8 +240,8 @@ fn register_range(ctx: &std::sync::Arc<driver::Context>, pdn: u32, r: Range) -> 
     driver::Mr::register(ctx, pdn, addr, r.length as u64, addr.wrapping_add(r.iova_offset), r.access)
 }
 
-/// `ibv_advise_mr(3)`: pages of an on-demand MR are found at each access, so there is nothing to fetch ahead; the request
-/// is checked as a device would.
+/// `ibv_advise_mr(3)`: pages of an on-demand MR are looked up at each access, so there is nothing to prefetch. The
+/// request is checked as a device would.
 pub(crate) unsafe extern "C" fn advise_mr(pd: *mut ibv_pd, advice: u32, flags: u32, list: *mut ibv_sge, n: u32) -> i32 {
     const LAST_ADVICE: u32 = 2;
     const FLUSH: u32 = 1;
@@ -259,7 +262,7 @@ pub(crate) unsafe extern "C" fn advise_mr(pd: *mut ibv_pd, advice: u32, flags: u
         if mr_pd != pd {
             return libc::ENOENT;
         }
-        // Advice 1 is to write.
+        // Advice 1 is `IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE`.
         if advice == 1 && range.access & unirdma_formats::access::LOCAL_WRITE == 0 {
             return libc::EPERM;
         }
@@ -296,7 +299,7 @@ pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
     let r = obj.mr.deregister();
     trace!("ibv_dereg_mr({:#x}) = {r:?}", obj.c.lkey);
     if obj.is_null {
-        // If the device does not have it any more, its PD has taken it along.
+        // If the device does not have it any more, it went with its PD.
         ctx.gone();
         return 0;
     }

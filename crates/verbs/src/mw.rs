@@ -52,7 +52,7 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> i32 {
     0
 }
 
-/// Windows of type 1.
+/// Binds a window of type 1.
 pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: *mut ibv_mw_bind) -> i32 {
     // SAFETY: the caller passes its QP, window and attributes.
     let (obj, w, b) = unsafe { (&*qp.cast::<QpObj>(), &mut *mw, &*bind) };

@@ -23,7 +23,7 @@ pub(crate) struct QpObj {
     pub qp: driver::Qp,
     pub async_events: Outstanding,
     sig_all: bool,
-    /// The program may post sends from this state on.
+    /// First state in which the program may post sends.
     sends_from: u32,
     pub typ: QpType,
     /// Requests under construction by `ibv_wr_*`; `None` unless the QP was created for that.
@@ -31,7 +31,7 @@ pub(crate) struct QpObj {
 }
 
 impl QpObj {
-    /// Its CQ's tag matching, if that has any.
+    /// Its CQ and the tag matching of that CQ, if it has any.
     fn matching(&self) -> Option<(&CqObj, &Matching)> {
         // SAFETY: NULL or the QP's CQ, which lives as long as the QP.
         let cq = unsafe { self.c.qp_base.recv_cq.cast::<CqObj>().as_ref() }?;
@@ -72,7 +72,8 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     }
 }
 
-/// Makes a QP, with the means of `ibv_wr_*` if there is a builder; `xrcd`: the XRC domain of a target, which needs no PD.
+/// Makes a QP. With `builder` it also gets the functions of `ibv_wr_*`. `xrcdn`: the XRC domain of a target, which
+/// needs no PD.
 ///
 /// # Safety
 /// `c`, `pd`, and the CQs and the SRQ of `a`, are the caller's.
@@ -105,7 +106,7 @@ pub(crate) unsafe fn create(
         if typ != QpType::Rc || builder.is_some() {
             return null(libc::EOPNOTSUPP);
         }
-        // The SRQ has its own CQ, and the sends (`tm`).
+        // The QP completes to the SRQ's CQ, and its sends belong to the SRQ (`tm`).
         (a.send_cq, a.recv_cq, cap) = (cq.cast_mut().cast(), cq.cast_mut().cast(), crate::tm::MEMBER);
     }
     let target = typ == QpType::XrcRecv;
@@ -150,10 +151,10 @@ pub(crate) unsafe fn create(
     obj.cast()
 }
 
-/// The C object of a QP, known to its context.
+/// Makes the C object of a QP, and enters it into its context.
 ///
 /// # Safety
-/// As of [`create`].
+/// As for [`create`].
 pub(crate) unsafe fn wrap(
     c: *mut ibv_context,
     pd: *mut ibv_pd,
@@ -187,7 +188,7 @@ pub(crate) unsafe fn wrap(
     ctx.born();
     // SAFETY: NULL or the caller's PD, which the QP names.
     unsafe { crate::domain::hold(pd) };
-    // One that was made and opened in the same context has its events at the first object.
+    // If a QP was made and opened in the same context, events go to the first object.
     lock(&ctx.qps).entry(qpn).or_insert(obj);
     obj
 }
@@ -229,19 +230,19 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
     0
 }
 
-/// A value of an attribute as a byte; one that does not fit becomes one that no attribute has.
+/// An attribute's value as a byte. A value that does not fit becomes 255, which no attribute has.
 fn byte(v: u32) -> u8 {
     u8::try_from(v).unwrap_or(u8::MAX)
 }
 
-/// Changes attributes; the sizes of its queues last, when the rest was taken.
+/// Changes attributes. The sizes of its queues are changed last, after the other attributes were accepted.
 fn modify(obj: &QpObj, mask: u32, a: &abi::QpAttr) -> Result<(), i32> {
     use unirdma_formats::attr_mask::CAP;
     if mask & CAP == 0 {
         return obj.qp.modify(mask, a);
     }
     let (has, wants) = (&obj.qp.cap, &a.cap);
-    // WQEs keep their size; and the queues of tag matching are not the program's.
+    // WQEs keep their size, and the queues of tag matching are not the program's.
     let same_wqes = wants.max_send_sge <= has.max_send_sge
         && wants.max_recv_sge <= has.max_recv_sge
         && wants.max_inline_data <= has.max_inline_data;
@@ -311,7 +312,7 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
     if r.is_ok() && mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
         obj.c.qp_base.state = a.qp_state;
         if resets {
-            // A QP that starts over has no completions (ibv_modify_qp(3) of every provider).
+            // A QP that was reset has no completions (ibv_modify_qp(3) of every provider).
             for cq in [obj.c.qp_base.send_cq, obj.c.qp_base.recv_cq] {
                 // SAFETY: a QP's CQs live as long as it does; the target of an XRC connection has none.
                 if let Some(cq) = unsafe { cq.cast::<CqObj>().as_ref() } {
@@ -372,7 +373,7 @@ pub unsafe extern "C" fn x_ibv_query_qp(
         Err(e) => return code(Err(e)),
     };
     trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_base.qp_num, q.qp_state);
-    // Programs rely on it: UCX asks only for the capabilities, and expects the state to be what it was.
+    // UCX asks only for the capabilities, and expects the state to stay as it was.
     if mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
         obj.c.qp_base.state = q.qp_state.into();
     }
@@ -414,7 +415,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
 pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
-    // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
+    // Before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
     if obj.c.qp_base.state < obj.sends_from {
         if !bad.is_null() {
             // SAFETY: room for the first request that was not posted.
@@ -432,7 +433,7 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr,
 pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
-    // Nothing may be posted in RESET, nor to a QP whose receives are shared.
+    // Nothing may be posted in RESET, nor to a QP with an SRQ.
     if obj.c.qp_base.state == 0 || !obj.c.qp_base.srq.is_null() {
         if !bad.is_null() {
             // SAFETY: room for the first request that was not posted.

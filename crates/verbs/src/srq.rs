@@ -15,7 +15,7 @@ pub(crate) struct SrqObj {
     pub c: ibv_srq,
     pub srq: driver::Srq,
     pub async_events: Outstanding,
-    /// The CQ of a tag-matching SRQ.
+    /// The CQ of a tag-matching SRQ; `None` for other SRQs.
     pub tm: Option<*const CqObj>,
 }
 

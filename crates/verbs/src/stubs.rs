@@ -1,4 +1,4 @@
-//! What this library does not offer: each says so, and none ends the program.
+//! Functions that this library does not offer. Each reports an error, and none ends the program.
 
 use std::ffi::{CStr, c_char, c_void};
 
@@ -33,7 +33,7 @@ pub(crate) extern "C" fn stub_minus_one(n: *const c_char) -> i32 {
     -1
 }
 
-/// Nothing to prepare: a forked child must not use its parent's devices, and gets its own pages.
+/// Nothing to prepare: a forked child must not use its parent's devices, and gets pages of its own.
 pub extern "C" fn x_ibv_fork_init() -> i32 {
     trace!("ibv_fork_init()");
     0
@@ -52,7 +52,8 @@ pub extern "C" fn x_ibv_dofork_range(_base: *mut c_void, _size: usize) -> i32 {
     0
 }
 
-/// Data of a WRITE arrives in order, as a whole and in each 128 bytes; see `docs/spec/virtio-rdma.md`, section 7.6.
+/// Data of a WRITE arrives in order, both as a whole and in each 128 bytes; see `docs/spec/virtio-rdma.md`, section
+/// 7.6.
 pub unsafe extern "C" fn x_ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: u32, flags: u32) -> i32 {
     const RETURN_CAPS: u32 = 1;
     const WHOLE_MSG: i32 = 1;

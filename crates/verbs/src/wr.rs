@@ -17,8 +17,8 @@ const MASK_SEND_OPS: u32 = 1 << 6;
 
 pub(crate) type Builder = builder::Builder<SendBatch<'static>>;
 
-// SAFETY: a QP that `builder::fill` was called for has a builder. Its batch has the lock of the SQ, and is gone before the QP:
-// wr_complete and wr_abort end it.
+// SAFETY: a QP for which `builder::fill` was called has a builder. Its batch has the lock of the SQ, and is gone before
+// the QP: wr_complete and wr_abort end it.
 unsafe impl ExtendedQp for QpObj {
     type Batch = SendBatch<'static>;
 
@@ -30,7 +30,7 @@ unsafe impl ExtendedQp for QpObj {
     unsafe fn begin(qp: *mut ibv_qp_ex) -> (SendBatch<'static>, Result<(), i32>) {
         // SAFETY: by the contract.
         let obj = unsafe { &*qp.cast::<QpObj>() };
-        // In the states before RTS nothing may be posted.
+        // Before RTS nothing may be posted.
         let may = if obj.c.qp_base.state < 3 { Err(libc::EINVAL) } else { Ok(()) };
         (obj.qp.whole_send_batch(), may)
     }
@@ -85,7 +85,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(c: *mut ibv_context, init: *mut ibv
     qp
 }
 
-/// The extended interface of a QP that was created for it; else NULL.
+/// The extended interface of a QP that was created with it; otherwise NULL.
 pub unsafe extern "C" fn x_ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
     // SAFETY: the caller passes its QP.
     if unsafe { (*qp.cast::<QpObj>()).builder.is_some() } { qp.cast() } else { std::ptr::null_mut() }

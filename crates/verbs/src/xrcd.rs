@@ -106,7 +106,7 @@ pub(crate) unsafe extern "C" fn open_qp(c: *mut ibv_context, attr: *mut ibv_qp_o
     }
 }
 
-/// The handle of a domain of the caller.
+/// The handle of a program's XRC domain.
 ///
 /// # Safety
 /// `xrcd` is NULL or one of this library.

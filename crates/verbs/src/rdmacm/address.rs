@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use unirdma_abi as abi;
 
-/// Reads a socket address of a program; NULL is none.
+/// Reads a socket address of a program; NULL means no address.
 ///
 /// # Safety
 /// `a` is NULL or points to an address as long as its family's.
@@ -31,7 +31,7 @@ pub(crate) unsafe fn read(a: *const libc::sockaddr) -> Result<abi::CmAddr, i32> 
     }
 }
 
-/// Writes an address where a program looks for it; nothing for none.
+/// Writes an address into a program's storage; nothing if there is no address.
 pub(crate) fn write(a: &abi::CmAddr, to: &mut libc::sockaddr_storage) {
     let place = std::ptr::from_mut(to);
     let v6 = Ipv6Addr::from(a.ip);

@@ -14,11 +14,11 @@ const FAMILY: i32 = 8;
 const QPT_RC: i32 = 2;
 const QPT_UD: i32 = 4;
 
-/// How long the address of a peer is looked for, milliseconds.
+/// Longest time to resolve the address of a peer, ms.
 const RESOLVE_MS: i32 = 2000;
 
-/// A socket address in memory of malloc(3), since programs put addresses of their own into the structure (libfabric does),
-/// and `rdma_freeaddrinfo` gives all of them to free(3).
+/// Copies a socket address into memory of malloc(3): programs put addresses of their own into the structure (libfabric
+/// does), and `rdma_freeaddrinfo` passes all of them to free(3).
 ///
 /// # Safety
 /// `a` holds `len` bytes, or is NULL.
@@ -60,7 +60,7 @@ pub unsafe extern "C" fn x_rdma_getaddrinfo(
         // SAFETY: strings of the caller or NULL; the list is given back below.
         let e = unsafe { libc::getaddrinfo(node, service, &ask, &mut list) };
         if e != 0 {
-            // The call's own error numbers are not errno's.
+            // The call's error numbers are not errno values.
             crate::set_errno(if e == libc::EAI_SYSTEM { libc::EIO } else { libc::EADDRNOTAVAIL });
             return e;
         }

@@ -11,7 +11,7 @@ use super::{Group, IdObj, address, object, request};
 use crate::done;
 use crate::mcast::{x_ibv_attach_mcast, x_ibv_detach_mcast};
 
-/// `RDMA_MAX_RESP_RES`, `RDMA_MAX_INIT_DEPTH`: as many as possible.
+/// `RDMA_MAX_RESP_RES`, `RDMA_MAX_INIT_DEPTH`: the device's maximum.
 const MOST: u8 = 0xff;
 const QPT_UD: u32 = 4;
 
@@ -31,7 +31,7 @@ unsafe fn put_private(r: &mut abi::CmReq, data: *const c_void, len: u8) {
 }
 
 impl IdObj {
-    /// Parameters of a connection as a program gives them, or the usual ones.
+    /// Fills in the parameters of a connection: the program's, or defaults.
     fn fill(&self, r: &mut abi::CmReq, p: Option<&rdma_conn_param>) {
         let p = p.copied().unwrap_or(rdma_conn_param {
             private_data: std::ptr::null(),
@@ -60,7 +60,7 @@ impl IdObj {
         unsafe { put_private(r, p.private_data, p.private_data_len) };
     }
 
-    /// Refuses parameters that the device cannot have.
+    /// Refuses parameters above the device's limits.
     fn check(&self, p: Option<&rdma_conn_param>) -> Result<(), i32> {
         let Some(p) = p.filter(|_| self.c.qp_type != QPT_UD) else { return Ok(()) };
         if self.c.verbs.is_null() {
@@ -71,7 +71,7 @@ impl IdObj {
         if fits(p.responder_resources) && fits(p.initiator_depth) { Ok(()) } else { Err(libc::EINVAL) }
     }
 
-    /// The virtual layer says that a group was joined; the context that it was joined with.
+    /// Handles the news that a group was joined. Returns the context with which it was joined.
     pub(super) fn on_joined(&mut self, token: u32) -> Result<*mut c_void, i32> {
         let qp = self.c.qp;
         let g = self.groups.iter_mut().find(|g| g.token == token).ok_or(libc::EINVAL)?;
@@ -116,7 +116,7 @@ fn accept(obj: &mut IdObj, param: Option<&rdma_conn_param>) -> Result<(), i32> {
         let (_, agreed) = obj.qp_attr(2)?;
         let (_, asked) = obj.qp_attr(3)?;
         let choose = |wanted: Option<u8>, offered: u8| wanted.filter(|w| *w != MOST).unwrap_or(offered);
-        // The QP must be ready before the peer hears that it is.
+        // The QP must be ready before the peer learns that it is.
         obj.to_rts(Some((
             choose(param.map(|p| p.responder_resources), agreed.max_dest_rd_atomic),
             choose(param.map(|p| p.initiator_depth), asked.max_rd_atomic),
@@ -135,7 +135,7 @@ pub unsafe extern "C" fn x_rdma_reject(id: *mut rdma_cm_id, data: *const c_void,
     unsafe { done(request(CmOp::Reject, object(id).handle, |r| put_private(r, data, len)).map(|_| ())) }
 }
 
-/// As `rdma_reject`, for the reason that enhanced connection options do not fit (IBTA: vendor option not supported).
+/// As `rdma_reject`, with the reason that enhanced connection options do not fit (IBTA: vendor option not supported).
 pub unsafe extern "C" fn x_rdma_reject_ece(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> i32 {
     const VENDOR_OPTION: u32 = 35;
     let refuse = |r: &mut abi::CmReq| {
@@ -150,14 +150,14 @@ pub unsafe extern "C" fn x_rdma_reject_ece(id: *mut rdma_cm_id, data: *const c_v
 pub unsafe extern "C" fn x_rdma_establish(id: *mut rdma_cm_id) -> i32 {
     // SAFETY: the caller passes its identifier.
     let obj = unsafe { object(id) };
-    // With a QP of its own this has been done.
+    // If the identifier has its own QP, this has been done.
     if !obj.c.qp.is_null() {
         return done(Err(libc::EINVAL));
     }
     done(request(CmOp::Establish, obj.handle, |_| ()).map(|_| ()))
 }
 
-/// The program has seen that the connection works (`IBV_EVENT_COMM_EST`).
+/// The program reports that the connection works (`IBV_EVENT_COMM_EST`).
 pub unsafe extern "C" fn x_rdma_notify(id: *mut rdma_cm_id, event: u32) -> i32 {
     const COMM_EST: u32 = unirdma_formats::AsyncEvent::CommEst as u32;
     if event != COMM_EST {
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn x_rdma_notify(id: *mut rdma_cm_id, event: u32) -> i32 {
     }
     // SAFETY: the caller passes its identifier.
     let r = request(CmOp::Establish, unsafe { object(id) }.handle, |_| ());
-    // It may be known already.
+    // The connection may be known to work already.
     done(r.map(|_| ()).or_else(|e| if e == libc::EINVAL { Ok(()) } else { Err(e) }))
 }
 

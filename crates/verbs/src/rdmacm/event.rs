@@ -65,7 +65,7 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
         });
         match r {
             Err(libc::EIO) => return removal(channel).ok_or(libc::EIO),
-            // It has gone with its identifier, or to another channel.
+            // The event has gone with its identifier, or to another channel.
             Err(libc::ENOENT) => _ = ch.stale.fetch_sub(1, Ordering::AcqRel),
             Err(e) => return Err(e),
             Ok(e) => {
@@ -77,7 +77,8 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
     }
 }
 
-/// The virtual layer is lost: the news for the next identifier of the channel that has a device, and does not know yet.
+/// Called when the virtual layer is lost. Returns a removal event for the next identifier of the channel that has a
+/// device and was not told yet.
 fn removal(channel: *mut rdma_event_channel) -> Option<*mut rdma_cm_event> {
     let found = with_device(|d| {
         // SAFETY: the table holds live identifiers.
@@ -88,17 +89,17 @@ fn removal(channel: *mut rdma_event_channel) -> Option<*mut rdma_cm_event> {
         Some(std::ptr::from_mut(at))
     });
     let at = found.ok().flatten()?;
-    // SAFETY: integers and pointers; whoever destroys the identifier waits for this event.
+    // SAFETY: integers and pointers; destroying the identifier waits for this event.
     let mut c: rdma_cm_event = unsafe { std::mem::zeroed() };
     (c.id, c.event) = (at.cast(), DEVICE_REMOVAL);
     trace!("rdma_get_cm_event() = device removal");
     Some(Box::into_raw(Box::new(EventObj { c, private: [[0; 32]; 7] })).cast())
 }
 
-/// What an event does, and the event that the program sees; `None` if it is not the program's business.
+/// Handles an event. Returns the event that the program sees; `None` if the program need not see it.
 fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_cm_event> {
     let of = if e.kind == CONNECT_REQUEST { e.listen_id } else { e.id };
-    // Whoever destroys the identifier waits for this event from here on.
+    // From here on, destroying the identifier waits for this event.
     let found = with_device(|d| {
         let at = d.ids.get(&of).copied()?;
         // SAFETY: the table holds live identifiers.
@@ -106,7 +107,7 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
         Some(at)
     });
     let Some(at) = found.ok().flatten() else {
-        // Whoever listened is gone.
+        // The listening identifier is gone.
         if let Ok(r) = request(CmOp::Destroy, e.id, |_| ()) {
             // SAFETY: a channel of this library.
             unsafe { &*channel.cast::<EventChannelObj>() }.discard(r.dropped);
@@ -164,7 +165,7 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
         };
         rdma_event_param { ud }
     } else {
-        // SAFETY: integers and a pointer; the union's other bytes are zero for those who look at them.
+        // SAFETY: integers and a pointer; the other bytes of the union are zero.
         let mut p: rdma_event_param = unsafe { std::mem::zeroed() };
         p.conn = rdma_conn_param {
             private_data: private,
@@ -191,7 +192,7 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
 }
 
 impl IdObj {
-    /// Fills in the one path that there is.
+    /// Fills in the only path.
     fn set_route(&mut self, e: &abi::CmEvent) {
         const MTU_4096: u8 = 5;
         let path = ibv_sa_path_rec {
@@ -261,7 +262,7 @@ pub extern "C" fn x_rdma_event_str(event: u32) -> *const c_char {
     name.as_ptr()
 }
 
-/// The next request of an identifier that listens and whose calls wait.
+/// The next request of a listening identifier whose calls wait.
 pub unsafe extern "C" fn x_rdma_get_request(listen: *mut rdma_cm_id, id: *mut *mut rdma_cm_id) -> i32 {
     // SAFETY: the caller passes its identifier.
     match unsafe { get_request(listen) } {
@@ -301,7 +302,7 @@ unsafe fn get_request(listen: *mut rdma_cm_id) -> Result<*mut rdma_cm_id, i32> {
         } else {
             Ok(())
         };
-        // The new one gets a channel of its own; the event stays with it until its next call.
+        // The new identifier gets a channel of its own, and keeps the event until its next call.
         let obj = super::object(new);
         obj.sync = false;
         let moved = made.and_then(|()| id::migrate(obj, std::ptr::null_mut()));

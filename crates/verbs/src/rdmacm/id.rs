@@ -1,4 +1,4 @@
-//! Event channels and identifiers: made, bound, resolved, given back.
+//! Event channels and identifiers: created, bound, resolved, destroyed.
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicI32;
@@ -54,7 +54,7 @@ pub unsafe extern "C" fn x_rdma_create_id(
     }))
 }
 
-/// Makes an identifier, with a channel of its own if it is given none.
+/// Makes an identifier. It gets a channel of its own if `channel` is NULL.
 ///
 /// # Safety
 /// `channel` is NULL or a channel of this library.
@@ -84,7 +84,7 @@ pub(super) unsafe fn create(
     }
 }
 
-/// Gives an identifier of the virtual layer its face.
+/// Makes the C object for an identifier of the virtual layer.
 pub(super) fn wrap(
     handle: u32,
     channel: *mut rdma_event_channel,
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn x_rdma_destroy_id(id: *mut rdma_cm_id) -> i32 {
     match r {
         // SAFETY: an identifier's channel lives as long as it.
         Ok(r) => unsafe { &*obj.c.channel.cast::<EventChannelObj>() }.discard(r.dropped),
-        // An identifier dies with the virtual layer, or with the process that this one was forked from.
+        // An identifier ends with the virtual layer, and a forked child does not have its parent's identifiers.
         Err(libc::EIO | libc::ENOENT) => {}
         Err(e) => return done(Err(e)),
     }
@@ -176,7 +176,7 @@ pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) 
 }
 
 impl IdObj {
-    /// The identifier belongs to the device from now on.
+    /// Gives the identifier the device and a PD.
     pub(super) fn attach_device(&mut self) -> Result<(), i32> {
         self.c.verbs = shared_context()?.0;
         self.c.port_num = 1;
@@ -186,7 +186,7 @@ impl IdObj {
         Ok(())
     }
 
-    /// Gives back the event of a call that waited.
+    /// Acknowledges the event of the last call that waited.
     pub(super) fn give_back_event(&mut self) {
         let event = std::mem::replace(&mut self.c.event, std::ptr::null_mut());
         if !event.is_null() {
@@ -195,12 +195,12 @@ impl IdObj {
         }
     }
 
-    /// Waits for the outcome of a call, if the identifier's calls do so.
+    /// Waits for the outcome of a call, if the identifier's calls wait.
     pub(super) fn complete(&mut self) -> Result<(), i32> {
         if !self.sync {
             return Ok(());
         }
-        // The event that is there is from an older call.
+        // The present event is from an older call.
         self.give_back_event();
         // SAFETY: the identifier's own channel.
         unsafe {
@@ -229,7 +229,7 @@ pub(super) unsafe fn bind(obj: &mut IdObj, addr: *const libc::sockaddr) -> Resul
         return Err(libc::EINVAL);
     }
     let r = request(CmOp::Bind, obj.handle, |r| r.src = addr)?;
-    // A program that has bound an IPv6 wildcard finds it again.
+    // A program that has bound an IPv6 wildcard address reads it back.
     address::write(&r.src, &mut obj.c.route.addr.src);
     // A wildcard names no device, and neither does a loopback address, as with the kernel.
     let ip = unirdma_formats::Gid(r.src.ip).ip();
@@ -261,7 +261,7 @@ pub(super) unsafe fn resolve(
     let (src, dst) = unsafe { (address::read(src)?, address::read(dst)?) };
     address::write(&dst, &mut obj.c.route.addr.dst);
     let r = request(CmOp::ResolveAddr, obj.handle, |r| {
-        // The kernel takes a negative time for a very long one.
+        // The kernel takes a negative time for a very long time.
         (r.src, r.dst, r.value) = (src, dst, u32::try_from(timeout_ms).unwrap_or(u32::MAX));
     })?;
     address::write(&r.src, &mut obj.c.route.addr.src);
@@ -285,7 +285,7 @@ pub unsafe extern "C" fn x_rdma_listen(id: *mut rdma_cm_id, backlog: i32) -> i32
     done(r.map(|r| address::write(&r.src, &mut obj.c.route.addr.src)))
 }
 
-/// Binds an identifier for datagrams to an address, and gives it a device, so that a QP can be made for it.
+/// Binds a datagram identifier to an address, and gives it a device, so that a QP can be made for it.
 ///
 /// # Safety
 /// `id` is an identifier of this library, `addr` an address of a program.
@@ -297,10 +297,10 @@ pub(crate) unsafe fn bind_to_device(id: *mut rdma_cm_id, addr: *const libc::sock
     }
 }
 
-/// Lets the device answer those who look for the identifier's QP.
+/// Lets the device answer peers that look for the identifier's QP.
 ///
 /// # Safety
-/// As of [`bind_to_device`]; the identifier has a QP for datagrams.
+/// As for [`bind_to_device`]; the identifier has a datagram QP.
 pub(crate) unsafe fn answer_by_itself(id: *mut rdma_cm_id) -> Result<(), i32> {
     // SAFETY: by the contract.
     let obj = unsafe { object(id) };

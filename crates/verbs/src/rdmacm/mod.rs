@@ -1,5 +1,5 @@
 //! `librdmacm`: connections by IP address and port (`rdma_cm(7)`). The virtual layer has the identifiers, talks to the
-//! peers and keeps the time; here they get the faces that C programs know, and their QPs are moved.
+//! peers and keeps the timers. This module makes the C objects and changes the states of their QPs.
 
 pub(crate) mod address;
 mod addrinfo;
@@ -43,7 +43,7 @@ unsafe impl Send for Device {}
 
 static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
 
-/// The device, opened when it is first needed, and anew in a forked child.
+/// Calls `f` with the device. The device is opened on first use, and again in a forked child.
 fn with_device<R>(f: impl FnOnce(&mut Device) -> R) -> Result<R, i32> {
     let mut slot = lock(&DEVICE);
     let pid = std::process::id();
@@ -74,19 +74,19 @@ fn shared_context() -> Result<(*mut ibv_context, &'static ContextObj), i32> {
     with_device(|d| (d.verbs, unsafe { context(d.verbs) }))
 }
 
-/// An event channel. The C structure is all that programs know.
+/// An event channel. Programs know only the C structure.
 #[repr(C)]
 pub(crate) struct EventChannelObj {
     c: rdma_event_channel,
     ctx: &'static ContextObj,
     events: driver::EventSource,
-    /// Units of `events` whose event has gone with its identifier, or to another channel.
+    /// Messages on `events` whose event has gone with its identifier, or to another channel.
     stale: AtomicI32,
 }
 
 impl EventChannelObj {
-    /// `n` events have left the queue: the descriptor shall not announce them. A reader may be at one of them just now,
-    /// and one may still be on its way.
+    /// Takes the messages of `n` events that have left the queue, so that the descriptor does not announce them. A
+    /// reader may be taking one of them at this moment, and one may still be on its way.
     fn discard(&self, n: u32) {
         self.stale.fetch_add(n as i32, Ordering::AcqRel);
         for _ in 0..1000 {
@@ -106,19 +106,19 @@ impl EventChannelObj {
 pub(crate) struct IdObj {
     c: rdma_cm_id,
     handle: u32,
-    /// It has its channel for itself, and its calls wait until they are done.
+    /// True if it has a channel for itself, so that its calls wait until they are done.
     sync: bool,
     /// Events that were handed out and not acknowledged.
     events: Outstanding,
-    /// What QPs of requests are created from (`rdma_create_ep(3)`).
+    /// Attributes for QPs of its requests (`rdma_create_ep(3)`).
     template: Option<ibv_qp_init_attr>,
     /// Data to connect with (`rdma_getaddrinfo(3)`).
     connect_data: Vec<u8>,
-    /// Completion queues that were created with its QP.
+    /// True if the completion queue was created with its QP.
     own_send_cq: bool,
     own_recv_cq: bool,
     groups: Vec<Group>,
-    /// Its program has been told that the device is gone.
+    /// True once its program was told that the device is gone.
     removed: bool,
 }
 
@@ -130,7 +130,7 @@ struct Group {
     attached: bool,
 }
 
-/// The object around an identifier of this library.
+/// The object that contains an identifier of this library.
 ///
 /// # Safety
 /// `id` came from `rdma_create_id` or an event, and was not destroyed.
@@ -139,7 +139,7 @@ unsafe fn object<'a>(id: *mut rdma_cm_id) -> &'a mut IdObj {
     unsafe { &mut *id.cast::<IdObj>() }
 }
 
-/// Asks the virtual layer for something.
+/// Sends a request of connection management to the virtual layer.
 fn request(op: CmOp, handle: u32, change: impl FnOnce(&mut abi::CmReq)) -> Result<abi::CmResp, i32> {
     let (_, ctx) = shared_context()?;
     let mut r = abi::CmReq { op: op as u8, id: handle, ..Default::default() };

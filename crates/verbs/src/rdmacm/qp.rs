@@ -56,7 +56,7 @@ fn default_xrcd() -> Result<*mut ibv_xrcd, i32> {
 }
 
 impl IdObj {
-    /// The PD that an object of this identifier shall be in.
+    /// The PD for an object of this identifier.
     fn choose_pd(&mut self, pd: *mut ibv_pd) -> Result<*mut ibv_pd, i32> {
         if self.c.verbs.is_null() {
             return Err(libc::EINVAL);
@@ -69,7 +69,7 @@ impl IdObj {
         Ok(pd)
     }
 
-    /// What the QP needs to go to `state`.
+    /// The attributes with which the QP goes to `state`, and their mask.
     pub(super) fn qp_attr(&self, state: u32) -> Result<(u32, abi::QpAttr), i32> {
         let (_, ctx) = shared_context()?;
         let r: abi::CmQpAttrResp =
@@ -88,9 +88,10 @@ impl IdObj {
         }
     }
 
-    /// Connects the QP. `limits`: READs and atomics that it answers, and that it asks for, instead of those agreed upon.
+    /// Connects the QP. `limits`: READs and atomics that it may answer, and that it may have outstanding, instead of
+    /// the numbers agreed upon.
     pub(super) fn to_rts(&self, limits: Option<(u8, u8)>) -> Result<(), i32> {
-        // The QP may have been moved on by its program.
+        // The program may have changed the QP's state itself.
         self.modify(INIT, |_| ())?;
         self.modify(RTR, |a| a.max_dest_rd_atomic = limits.map_or(a.max_dest_rd_atomic, |l| l.0))?;
         self.modify(RTS, |a| a.max_rd_atomic = limits.map_or(a.max_rd_atomic, |l| l.1))?;
@@ -100,7 +101,7 @@ impl IdObj {
         Ok(())
     }
 
-    /// Moves the QP to ERR, if there is one: its work is flushed.
+    /// Moves the QP to ERR, if there is one, which flushes its work.
     pub(super) fn to_error(&self) {
         if !self.c.qp.is_null() && self.c.qp_type != QPT_UD {
             // SAFETY: zero is valid for all fields; the QP is the identifier's own.
@@ -112,7 +113,7 @@ impl IdObj {
         }
     }
 
-    /// A completion queue with events for one side of the QP.
+    /// Makes a completion queue with a channel, for one side of the QP.
     fn make_cq(&mut self, wr: u32) -> Result<(*mut ibv_comp_channel, *mut ibv_cq), i32> {
         // SAFETY: the identifier's device is open.
         unsafe {
@@ -146,7 +147,7 @@ impl IdObj {
         }
     }
 
-    /// Completion queues for a new QP, where its program gives none.
+    /// Makes completion queues for a new QP if its program gives none.
     fn choose_cqs(&mut self, send: &mut *mut ibv_cq, recv: &mut *mut ibv_cq, cap: &ibv_qp_cap) -> Result<(), i32> {
         if recv.is_null() && cap.max_recv_wr > 0 {
             (self.c.recv_cq_channel, self.c.recv_cq) = self.make_cq(cap.max_recv_wr)?;
@@ -158,7 +159,7 @@ impl IdObj {
             self.own_send_cq = true;
             *send = self.c.send_cq;
         }
-        // A side that is never used needs no queue of its own.
+        // A side that is never used shares the other side's queue.
         if recv.is_null() {
             *recv = *send;
         }
@@ -168,7 +169,7 @@ impl IdObj {
         Ok(())
     }
 
-    /// The QP is there: it is made ready to be connected.
+    /// Takes over a QP that was made, and prepares it for a connection.
     fn adopt(&mut self, qp: *mut ibv_qp, pd: *mut ibv_pd) -> Result<(), i32> {
         if qp.is_null() {
             let e = last_error();
@@ -271,7 +272,7 @@ const SRQ_CQ: u32 = 8;
 const SRQT_BASIC: u32 = 0;
 const SRQT_XRC: u32 = 1;
 
-/// The SRQ of an identifier; that of an XRC target is for XRC.
+/// Makes the SRQ of an identifier. For an XRC target it is an XRC SRQ.
 pub unsafe extern "C" fn x_rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd, attr: *mut ibv_srq_init_attr) -> i32 {
     // SAFETY: the caller passes its identifier and attributes.
     let (xrc, a) = unsafe { ((*id).qp_type == QPT_XRC_RECV, &mut *attr) };
@@ -291,7 +292,7 @@ pub unsafe extern "C" fn x_rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd,
     r
 }
 
-/// An SRQ with more attributes: for XRC, the domain and a completion queue are made if there are none.
+/// Makes an SRQ with more attributes. For XRC, a domain and a completion queue are made if none are given.
 pub unsafe extern "C" fn x_rdma_create_srq_ex(id: *mut rdma_cm_id, attr: *mut ibv_srq_init_attr_ex) -> i32 {
     // SAFETY: the caller passes its identifier and attributes.
     let (obj, a) = unsafe { (object(id), &mut *attr) };
@@ -346,7 +347,7 @@ pub unsafe extern "C" fn x_rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv
     }))
 }
 
-/// The most READs and atomics that the device holds at a time.
+/// Most READs and atomics that the device can have outstanding.
 pub(super) fn max_rd_atomic(verbs: *mut ibv_context) -> u8 {
     // SAFETY: all zero is valid; the context is open.
     unsafe {

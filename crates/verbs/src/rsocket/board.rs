@@ -1,32 +1,32 @@
-//! The memory of a stream that its peer writes: which parts of the peer's receive buffer are free, and what it has mapped.
+//! The memory of a stream that its peer writes: the free parts of the peer's receive buffer, and the peer's mappings.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::protocol::{Mapping, Sge};
 
-/// Parts of the peer's receive buffer that it tells of, in turn.
+/// Number of parts of the peer's receive buffer. The peer announces them in turn.
 pub(super) const PARTS: usize = 2;
 const PART_WORDS: usize = size_of::<Sge>() / 8;
 const MAPPING_WORDS: usize = size_of::<Mapping>() / 8;
 
-/// The words may change at any time, so each is read once and by itself. The peer writes an entry as a whole and says so in a
-/// message; one that does not keeps to that harms its own connection.
+/// The words may change at any time, so each is read once and by itself. The peer writes an entry as a whole and then
+/// announces it in a message. A peer that does not do so harms only its own connection.
 pub(super) struct Board(Box<[AtomicU64]>);
 
 impl Board {
-    /// With room for so many mappings.
+    /// A board for `mappings` mappings.
     pub fn new(mappings: u32) -> Board {
         let words = PARTS * PART_WORDS + mappings as usize * MAPPING_WORDS;
         Board((0..words).map(|_| AtomicU64::new(0)).collect())
     }
 
-    /// Where it lies, for the peer; and its bytes.
+    /// Its address, for the peer, and its size in bytes.
     pub fn memory(&self) -> (*mut std::ffi::c_void, usize) {
         (self.0.as_ptr().cast_mut().cast(), self.0.len() * 8)
     }
 
-    /// Reads an entry that the peer may be writing. The peer's bytes arrive in the order of their addresses, so the length, which
-    /// is last, is read first: if it is new, the address is new too.
+    /// Reads an entry that the peer may be writing. The peer's bytes arrive in the order of their addresses, so the
+    /// length, which is last, is read first: if it is new, the address is new too.
     fn sge(&self, word: usize) -> Sge {
         let rest = self.0[word + 1].load(Ordering::Acquire).to_ne_bytes();
         let addr = self.0[word].load(Ordering::Acquire);
@@ -34,12 +34,12 @@ impl Board {
         Sge { addr, key: half(0), length: half(4) }
     }
 
-    /// What is free of one part of the peer's buffer.
+    /// The free bytes of one part of the peer's buffer.
     pub fn part(&self, i: usize) -> Sge {
         self.sge(i * PART_WORDS)
     }
 
-    /// This side's own word on a part: what the peer said when it connected, or what is left after a message.
+    /// Sets a part: to the peer's first announcement, or to the rest after a message.
     pub fn set_part(&self, i: usize, part: Sge) {
         let mut rest = [0; 8];
         rest[..4].copy_from_slice(&part.key.to_ne_bytes());
@@ -49,7 +49,7 @@ impl Board {
         }
     }
 
-    /// Where the byte at `offset` lies at the peer, and how many mapped bytes begin there.
+    /// The peer's address of the byte at `offset`, and the number of mapped bytes from there on.
     pub fn find(&self, offset: u64) -> Option<Sge> {
         let table = PARTS * PART_WORDS..self.0.len();
         table.step_by(MAPPING_WORDS).find_map(|word| {

@@ -17,7 +17,7 @@ use crate::trace::trace;
 /// Longest sleep of `rpoll`: another thread may have taken an event.
 const NAP_MS: u128 = 20;
 
-/// What a call returns: -1 with errno for an error.
+/// The result of a call: -1 with errno for an error.
 fn result(r: Result<usize, i32>) -> isize {
     match r {
         Ok(n) => n as isize,
@@ -38,8 +38,8 @@ fn keep(s: Arc<dyn Endpoint>) -> i32 {
     fd
 }
 
-/// No flags with the type: librspreload takes sockets that have some for those of the kernel, and does not hand over the calls
-/// that such programs make (`accept4`).
+/// Flags with the type are refused: librspreload takes sockets with flags for the kernel's, and does not hand over the
+/// calls that such programs make (`accept4`).
 pub unsafe extern "C" fn x_rsocket(domain: i32, typ: i32, protocol: i32) -> i32 {
     trace!("rsocket({domain}, {typ:#x}, {protocol})");
     let r: Result<Arc<dyn Endpoint>, i32> = match (domain, typ, protocol) {
@@ -57,7 +57,7 @@ pub unsafe extern "C" fn x_rsocket(domain: i32, typ: i32, protocol: i32) -> i32 
     }
 }
 
-/// An address, if its `len` bytes are as many as its family needs; NULL is none.
+/// Checks that an address of `len` bytes is as long as its family needs; NULL means no address.
 ///
 /// # Safety
 /// `addr` is NULL or has `len` bytes.
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn x_rwrite(fd: i32, buf: *const c_void, len: usize) -> is
     unsafe { x_rsend(fd, buf, len, 0) }
 }
 
-/// The pieces of a datagram, in one.
+/// Copies the pieces of a datagram into one buffer.
 ///
 /// # Safety
 /// `iov` has `n` elements of readable memory.
@@ -188,10 +188,10 @@ unsafe fn gather(iov: *const libc::iovec, n: usize) -> Vec<u8> {
     (0..n).flat_map(|i| unsafe { bytes((*iov.add(i)).iov_base, (*iov.add(i)).iov_len) }.iter().copied()).collect()
 }
 
-/// Takes a datagram into pieces.
+/// Receives a datagram into pieces.
 ///
 /// # Safety
-/// As of `recvmsg(2)`; `name` is NULL or has `*name_len` bytes.
+/// As for `recvmsg(2)`; `name` is NULL or has `*name_len` bytes.
 unsafe fn scatter(
     s: &dyn Endpoint,
     iov: *const libc::iovec,
@@ -216,12 +216,12 @@ unsafe fn scatter(
     Ok(r.bytes)
 }
 
-/// True for a socket whose messages are whole.
+/// True for a datagram socket.
 fn is_datagram(fd: i32) -> bool {
     find(fd).is_ok_and(|s| s.stream().is_none())
 }
 
-/// Calls `f` for each piece until one is not done whole; how many bytes were.
+/// Calls `f` for each piece until one is not done whole. Returns the number of bytes that were done.
 ///
 /// # Safety
 /// `iov` has `n` elements.
@@ -297,7 +297,7 @@ pub unsafe extern "C" fn x_rsendmsg(fd: i32, msg: *const libc::msghdr, flags: i3
     }
 }
 
-/// Whether an event that `poll(2)` was asked for is there.
+/// The events of `poll(2)` that were asked for and are there.
 fn revents(r: Ready, asked: i16) -> i16 {
     let mut e = 0;
     for (is, bit) in [(r.read, libc::POLLIN), (r.write, libc::POLLOUT)] {
@@ -307,7 +307,7 @@ fn revents(r: Ready, asked: i16) -> i16 {
     e | if r.error { libc::POLLERR } else { 0 }
 }
 
-/// One look at all descriptors; how many are ready. `arm` collects what to sleep on.
+/// Looks once at all descriptors. Returns how many are ready. `sleep` collects the descriptors to sleep on.
 ///
 /// # Safety
 /// `fds` are the caller's.
@@ -359,7 +359,7 @@ pub unsafe extern "C" fn x_rpoll(fds: *mut libc::pollfd, n: libc::nfds_t, timeou
             return ready as i32;
         }
         let nap = if timeout_ms < 0 { NAP_MS } else { left.min(NAP_MS) };
-        // SAFETY: so many descriptors.
+        // SAFETY: as many descriptors as `sleep` has.
         let r = unsafe { libc::poll(sleep.as_mut_ptr(), sleep.len() as libc::nfds_t, nap as i32) };
         if r < 0 {
             return r;
@@ -409,7 +409,7 @@ pub unsafe extern "C" fn x_rselect(
     }
 }
 
-/// Writes an address, cut off at the caller's room.
+/// Writes an address, cut off at the size of the caller's buffer.
 ///
 /// # Safety
 /// `addr` has `*len` bytes.
@@ -426,7 +426,7 @@ unsafe fn put_address(a: &libc::sockaddr_storage, addr: *mut libc::sockaddr, len
 /// Writes the address of a socket or of its peer.
 ///
 /// # Safety
-/// As of [`put_address`].
+/// As for [`put_address`].
 unsafe fn put_name(s: &dyn Endpoint, peer: bool, addr: *mut libc::sockaddr, len: *mut u32) -> Result<(), i32> {
     let name = s.name(peer)?;
     // SAFETY: by the contract.
@@ -452,7 +452,7 @@ const RDMA_INLINE: i32 = 2;
 const RDMA_IOMAPSIZE: i32 = 3;
 const RDMA_ROUTE: i32 = 4;
 
-/// Options are accepted as far as they mean something to a stream of this kind; sizes of buffers are its own.
+/// Accepts options that mean something to a stream of this kind. Sizes of buffers are not changed.
 pub unsafe extern "C" fn x_rsetsockopt(fd: i32, level: i32, name: i32, value: *const c_void, len: u32) -> i32 {
     let Ok(s) = find(fd) else { return done(Err(libc::EBADF)) };
     match (level, name) {
@@ -522,14 +522,14 @@ pub unsafe extern "C" fn x_rfcntl(fd: i32, cmd: i32, arg: i64) -> i32 {
     }
 }
 
-/// Calls `f` with a socket that is a stream.
+/// Calls `f` with a stream socket.
 fn with_stream<R>(fd: i32, f: impl FnOnce(&Socket) -> Result<R, i32>) -> Result<R, i32> {
     find(fd).and_then(|s| f(s.stream().ok_or(libc::EOPNOTSUPP)?))
 }
 
 /// # Errors
-/// -1 with errno: `EINVAL` for a socket without a connection or another `prot`, `ENOMEM` for more mappings than the peer has
-/// room for (its option `RDMA_IOMAPSIZE`), and those of `ibv_reg_mr(3)`.
+/// -1 with errno: `EINVAL` for a socket without a connection or another `prot`, `ENOMEM` if the peer has no room for
+/// another mapping (its option `RDMA_IOMAPSIZE`), otherwise as `ibv_reg_mr(3)`.
 pub unsafe extern "C" fn x_riomap(fd: i32, buf: *mut c_void, len: usize, prot: i32, _flags: i32, offset: i64) -> i64 {
     if prot & !libc::PROT_WRITE != 0 {
         return i64::from(done(Err(libc::EINVAL)));
@@ -545,7 +545,7 @@ pub unsafe extern "C" fn x_riounmap(fd: i32, buf: *mut c_void, len: usize) -> i3
     done(with_stream(fd, |s| s.unmap(buf, len)))
 }
 
-/// Returns the number of bytes: fewer than `n`, or 0, where the peer has mapped nothing.
+/// Returns the number of bytes written: fewer than `n`, or 0, if the peer has not mapped all of them.
 pub unsafe extern "C" fn x_riowrite(fd: i32, buf: *const c_void, n: usize, offset: i64, flags: i32) -> usize {
     // SAFETY: as write(2) demands; the bytes are only read.
     let data: &[u8] = unsafe { bytes(buf.cast_mut(), n) };

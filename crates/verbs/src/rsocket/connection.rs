@@ -1,4 +1,5 @@
-//! One stream: how it begins and ends, and its memory. `data` moves its bytes, `direct` places bytes in memory of programs.
+//! One stream: its beginning, its end, and its memory. `data` moves its bytes, `direct` places bytes in memory of
+//! programs.
 
 mod data;
 mod direct;
@@ -17,12 +18,12 @@ use crate::rdmacm::*;
 pub(in crate::rsocket) use data::Ready;
 use direct::Mapped;
 
-/// Bytes of each buffer. The receive buffer has two halves.
+/// Size of each buffer, bytes. The receive buffer has two halves.
 pub(super) const BUFFER: usize = 128 << 10;
 const HALF: usize = BUFFER / 2;
-/// Control messages that may be under way.
+/// Most control messages under way.
 const CONTROLS: u32 = 4;
-/// Bytes that may lie in the request itself.
+/// Most bytes that lie in the request itself.
 pub(super) const INLINE: u32 = 64;
 
 // enum rdma_cm_event_type
@@ -43,7 +44,7 @@ pub(super) enum State {
     Listening,
     Connecting,
     Connected,
-    /// Over, or refused.
+    /// Ended or refused.
     Ended,
 }
 
@@ -66,33 +67,33 @@ pub(super) struct Connection {
     /// Its completions, while there is `memory`.
     queue: Option<Completions>,
     memory: Option<Memory>,
-    /// Mappings that the peer may tell of.
+    /// Number of mappings that the peer may announce.
     pub table: u32,
-    /// Mappings of the peer's that this end may tell of.
+    /// Number of mappings that this end may announce to the peer.
     peer_table: u32,
     mapped: Vec<Mapped>,
-    /// Requests that came in and were not accepted yet.
+    /// Incoming requests that were not accepted yet.
     pub waiting: VecDeque<Connection>,
     // Sending.
     send_at: usize,
     send_free: usize,
     sends_free: u32,
     sent: u16,
-    /// Messages that may be sent: up to this number.
+    /// Number of the last message that may be sent.
     send_limit: u16,
     target: usize,
     peer_sgl: Sge,
-    /// Which of the peer's entries is told next.
+    /// Index of the entry at the peer that is written next.
     peer_entry: u32,
     controls: u32,
     // Receiving.
     arrived: VecDeque<usize>,
     recv_at: usize,
     taken: u16,
-    /// When this number is taken, the peer hears of more room.
+    /// When this number of messages was taken, the peer is told of more room.
     tell_at: u16,
     freed: usize,
-    /// Where the half begins that is given to the peer next.
+    /// Offset of the half that is given to the peer next.
     free_half: usize,
 }
 
@@ -145,7 +146,7 @@ impl Connection {
         Ok(Connection::new(id, channel))
     }
 
-    /// QP, buffers and receives of a connection.
+    /// Makes the QP, buffers and receives of a connection.
     fn prepare(&mut self) -> Result<(), i32> {
         // SAFETY: the identifier has a device and a PD; what is made here lives until `drop`.
         unsafe {
@@ -220,7 +221,7 @@ impl Connection {
         })
     }
 
-    /// What the peer has said of itself.
+    /// Saves the peer's connection data.
     fn save(&mut self, param: &rdma_conn_param) -> Result<(), i32> {
         if usize::from(param.private_data_len) < size_of::<ConnData>() || param.private_data.is_null() {
             return Err(libc::EINVAL);
@@ -275,7 +276,7 @@ impl Connection {
                 }
                 let (kind, status, id) = ((*event).event, (*event).status, (*event).id);
                 let r = match kind {
-                    // Of a connection that was not accepted yet.
+                    // An event of a connection that was not accepted yet.
                     _ if kind != CONNECT_REQUEST && id != self.id => {
                         self.waiting.iter_mut().filter(|w| w.id == id).for_each(Connection::hang_up);
                         Ok(())
@@ -312,7 +313,7 @@ impl Connection {
         }
     }
 
-    /// The peer is gone. What has arrived can still be read.
+    /// Called when the peer is gone. Data that has arrived can still be read.
     pub fn hang_up(&mut self) {
         self.state = State::Ended;
         self.writable = false;
@@ -322,7 +323,7 @@ impl Connection {
         self.peer_sgl.length == 0
     }
 
-    /// Asks for the connection.
+    /// Sends the request for the connection.
     fn ask(&mut self) -> Result<(), i32> {
         self.prepare()?;
         let data = self.conn_data().ok_or(libc::EIO)?;
@@ -330,7 +331,7 @@ impl Connection {
         check(unsafe { x_rdma_connect(self.id, &mut Self::param(&data)) })
     }
 
-    /// Accepts the connection that came in.
+    /// Accepts an incoming connection.
     pub fn answer(&mut self) -> Result<(), i32> {
         let data = self.conn_data().ok_or(libc::EIO)?;
         self.state = State::Connecting;

@@ -1,9 +1,10 @@
-//! Sockets for datagrams: one unreliable-datagram QP each, which exchanges messages with any number of peers.
+//! Datagram sockets: one unreliable-datagram QP each, which exchanges messages with any number of peers.
 //!
-//! A peer is an address and a port. Its QP is asked for once, by connection management, where the virtual layer answers for the
-//! peer's program (`CmOp::Listen` with a QPN); or it is known from a datagram that came. Eight bytes before the data say the
-//! sender's port; its address is in the header that the receive begins with, which no sender can choose. A datagram is at most
-//! one packet: the path MTU less those eight bytes. What is lost is lost, as with UDP.
+//! A peer is an address and a port. Its QP number is asked for once by connection management, where the virtual layer
+//! answers for the peer's program (`CmOp::Listen` with a QPN); or it is known from a datagram that came. Eight bytes
+//! before the data contain the sender's port. The sender's address is in the header at the beginning of the receive,
+//! which no sender can choose. A datagram is at most one packet: the path MTU less those eight bytes. Datagrams may be
+//! lost, as with UDP.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
@@ -26,21 +27,21 @@ use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
 use crate::qp::{post_recv, post_send, x_ibv_modify_qp};
 use crate::rdmacm::*;
 
-/// Receives that are posted, and sends that may be under way.
+/// Number of posted receives, and most sends under way.
 const RECVS: usize = 256;
 const SENDS: usize = 64;
-/// Bytes of a packet, and of a receive.
+/// Size of a packet, and of a receive, bytes.
 const PACKET: usize = 4096;
 const ROOM: usize = GRH_BYTES + PACKET;
-/// What is before the data: version, length, the sender's port, reserved.
+/// Bytes before the data: version, length, the sender's port, reserved.
 const HEADER: usize = 8;
-/// Datagrams that wait for a peer to be found.
+/// Most datagrams that wait until a peer is found.
 const MAX_WAITING: usize = 64;
-/// Peers that are remembered.
+/// Most peers that are remembered.
 const MAX_ROUTES: usize = 4096;
-/// Looks at completions that come before one at connection management, at most.
+/// While completions keep coming, connection management is polled once per this number of looks.
 const PUT_OFF: u32 = 32;
-/// How long a call that may wait does so for a peer to be found, and `rclose` for what is under way.
+/// Longest wait of a blocking call until a peer is found, and of `rclose` until all sends are done.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// The Q_Key of datagrams by address (`RDMA_UDP_QKEY`).
 const QKEY: u32 = 0x0123_4567;
@@ -61,7 +62,7 @@ enum Route {
         qpn: u32,
         qkey: u32,
     },
-    /// It is being asked for; what waits for it.
+    /// The peer's QP is being asked for; `waiting` has the datagrams for it.
     Asking {
         id: *mut rdma_cm_id,
         waiting: VecDeque<Vec<u8>>,
@@ -87,9 +88,9 @@ struct Inner {
     id: *mut rdma_cm_id,
     channel: *mut rdma_event_channel,
     queue: Option<Completions>,
-    /// There from the first address or datagram on.
+    /// `None` before the first address or datagram.
     memory: Option<Memory>,
-    /// Most bytes of a datagram.
+    /// Longest datagram, bytes.
     most: usize,
     free: Vec<usize>,
     arrived: VecDeque<Arrived>,
@@ -98,14 +99,14 @@ struct Inner {
     handles: HashMap<[u8; 16], *mut ibv_ah>,
     peer: Option<Key>,
     error: i32,
-    /// Times that answers of connection management were not looked at.
+    /// Looks since answers of connection management were last handled.
     put_off: u32,
 }
 
 // SAFETY: the objects may be used by any thread; the socket's lock keeps them apart.
 unsafe impl Send for Inner {}
 
-/// A socket for datagrams.
+/// A datagram socket.
 pub(super) struct Datagrams {
     inner: Mutex<Inner>,
     nonblocking: AtomicBool,
@@ -131,7 +132,7 @@ impl Inner {
         })
     }
 
-    /// Gives the socket an address, if it has none, and its QP.
+    /// Gives the socket an address, if it has none, and a QP.
     fn open(&mut self, addr: Option<*const libc::sockaddr>) -> Result<(), i32> {
         if self.memory.is_some() {
             return if addr.is_some() { Err(libc::EINVAL) } else { Ok(()) };
@@ -216,14 +217,14 @@ impl Inner {
             };
             let mut bad = std::ptr::null_mut();
             if post_send((*self.id).qp, &mut wr, &mut bad) != 0 {
-                // Lost, as datagrams may be.
+                // The datagram is lost, as datagrams may be.
                 self.free.push(slot);
             }
         }
         true
     }
 
-    /// Sends a datagram, or lets it wait until its peer is found; `None` if there is no room for it now.
+    /// Sends a datagram, or queues it until its peer is found. `None` if there is no room for it now.
     fn send(&mut self, to: Key, bytes: &[u8]) -> Option<Result<usize, i32>> {
         if bytes.len() > self.most {
             return Some(Err(libc::EMSGSIZE));
@@ -248,7 +249,7 @@ impl Inner {
         Some(Ok(bytes.len()))
     }
 
-    /// Asks for the QP of a peer.
+    /// Asks for the QP number of a peer.
     fn ask(&mut self, to: Key, waiting: VecDeque<Vec<u8>>) -> Result<(), i32> {
         let mut id = std::ptr::null_mut();
         let mut addr = self.address(to);
@@ -269,7 +270,7 @@ impl Inner {
         matches!(self.routes.get(to), Some(Route::Asking { .. }))
     }
 
-    /// The QP of a peer is known: what waited is sent.
+    /// Called when a peer's QP is known: sends the datagrams that wait for it.
     fn found(&mut self, to: Key, attr: &mut ibv_ah_attr, qpn: u32, qkey: u32) {
         // SAFETY: the identifier's PD; attributes of a peer that exists.
         let ah = *self.handles.entry(to.0).or_insert_with(|| unsafe { x_ibv_create_ah((*self.id).pd, attr) });
@@ -290,7 +291,7 @@ impl Inner {
         }
     }
 
-    /// A peer was not found: who has connected to it hears of it.
+    /// Called when a peer was not found: if the socket is connected to it, the next call gets an error.
     fn lost(&mut self, to: Key) {
         if let Some(Route::Asking { id, .. }) = self.routes.remove(&to) {
             // SAFETY: as above.
@@ -340,7 +341,7 @@ impl Inner {
         if wc.opcode & WC_RECV == 0 {
             self.free.push(slot);
             if wc.status != 0 {
-                // The other sends go on.
+                // Other sends go on.
                 // SAFETY: all zero is valid; the identifier's own QP.
                 unsafe {
                     let mut a: ibv_qp_attr = std::mem::zeroed();
@@ -362,7 +363,8 @@ impl Inner {
         }
     }
 
-    /// Who sent the datagram in a receive, and where answers go; `None` if it is none of this kind.
+    /// The sender of the datagram in a receive, which is remembered as a peer; `None` if the receive is not such a
+    /// datagram.
     fn sender(&mut self, slot: usize, wc: &mut ibv_wc) -> Option<Key> {
         let data = &self.memory.as_ref()?.recv[slot * ROOM..][..wc.byte_len as usize];
         let (grh, rest) = data.split_first_chunk::<GRH_BYTES>()?;
@@ -379,7 +381,7 @@ impl Inner {
             unsafe {
                 let mut attr: ibv_ah_attr = std::mem::zeroed();
                 let at = (&raw mut grh).cast::<ibv_grh>();
-                // An address that is known costs no command, however many ports it has.
+                // An address that has a handle already costs no command, however many ports it has.
                 let there = self.handles.contains_key(&from.0);
                 if there || x_ibv_init_ah_from_wc((*self.id).verbs, 1, wc, at, &mut attr) == 0 {
                     self.found(from, &mut attr, wc.src_qp, QKEY);
@@ -389,7 +391,7 @@ impl Inner {
         Some(from)
     }
 
-    /// Takes the first datagram, or looks at it.
+    /// Takes the first datagram, or copies it without taking it.
     fn receive(&mut self, room: &mut [u8], peek: bool) -> Option<Received> {
         let first = self.arrived.front()?;
         let (slot, bytes, from) = (first.slot, first.bytes.min(room.len()), first.from);
@@ -402,7 +404,7 @@ impl Inner {
         Some(Received { bytes, from: Some(self.address(from)) })
     }
 
-    /// The peer that an address means: loopback is the vRNIC's own first address of that family.
+    /// The peer for an address. Loopback means the vRNIC's own first address of that family.
     fn key(&self, a: &abi::CmAddr) -> Key {
         let ip = Gid(address::gid(a)).ip();
         if !ip.is_loopback() {
@@ -423,7 +425,7 @@ impl Inner {
         a
     }
 
-    /// Whether nothing of what was sent waits or is under way.
+    /// True if no datagram waits or is under way.
     fn is_idle(&self) -> bool {
         self.free.len() == SENDS && !self.routes.values().any(|r| matches!(r, Route::Asking { .. }))
     }
@@ -436,7 +438,8 @@ impl Progress for Inner {
             self.error = e;
             false
         });
-        // Answers of connection management take system calls, and can wait until there is nothing else; but not for ever.
+        // Handling answers of connection management takes system calls, and can wait until there are no completions,
+        // but not for ever.
         self.put_off = if any { self.put_off.wrapping_add(1) } else { 0 };
         if self.put_off % PUT_OFF == 0 {
             self.connection_events();
@@ -496,7 +499,7 @@ impl Datagrams {
         !dontwait && !self.nonblocking.load(Ordering::Relaxed)
     }
 
-    /// Waits until something is so, but not for ever.
+    /// Waits until `is_so` is true, at most [`PATIENCE`].
     fn wait_a_while(&self, mut is_so: impl FnMut(&Inner) -> bool) {
         let end = Instant::now() + PATIENCE;
         let _ = wait(&self.inner, true, |i| (is_so(i) || Instant::now() > end).then_some(Ok(())));
@@ -517,7 +520,8 @@ impl Endpoint for Datagrams {
         lock(&self.inner).open(Some(addr))
     }
 
-    /// Datagrams go to this peer from now on, and come from it alone; no family: from and to anybody again.
+    /// Datagrams go to this peer from now on, and are taken only from it. Without a family: to and from all peers
+    /// again.
     fn connect(&self, addr: *const libc::sockaddr) -> Result<(), i32> {
         // SAFETY: the caller's address.
         let addr = unsafe { address::read(addr) }?;
@@ -537,7 +541,7 @@ impl Endpoint for Datagrams {
         };
         if self.waits(false) {
             self.wait_a_while(|i| !i.is_asking(&key));
-            // It may come to be before something is sent.
+            // The peer may come into being before something is sent.
             lock(&self.inner).error = 0;
         }
         Ok(())

@@ -1,9 +1,10 @@
 //! rsockets: streams and datagrams over RDMA with the calls of sockets (`rsocket(7)`).
 //!
-//! The protocol of streams is rdma-core's, so that either end may be a program on the kernel's RDMA: data is WRITTEN into the
-//! peer's receive buffer, half by half, and the immediate data of each WRITE says how much it was. `calls` has the functions of the
-//! library, `stream` waits, `connection` never does; `protocol` is what the two ends tell each other, `board` the memory for it.
-//! `datagram` has the sockets for datagrams, `wait` what both kinds share.
+//! The protocol of streams is rdma-core's, so that either end may be a program on the kernel's RDMA: data is written by
+//! RDMA WRITE into the peer's receive buffer, half by half, and the immediate data of each WRITE has the number of
+//! bytes. `calls` has the functions of the library. `stream` waits, `connection` never does. `protocol` has the
+//! messages between the two ends, `board` the memory for them. `datagram` has the datagram sockets, `wait` the parts
+//! that both kinds share.
 
 mod board;
 mod calls;
@@ -25,17 +26,17 @@ use stream::Socket;
 
 pub use calls::*;
 
-/// What came in.
+/// Received bytes, and their sender if they are a datagram.
 struct Received {
     bytes: usize,
     from: Option<libc::sockaddr_storage>,
 }
 
-/// A socket of either kind, as its calls see it. Errors are numbers of errno.
+/// A socket of either kind, as the calls see it. Errors are errno values.
 trait Endpoint: Send + Sync {
-    /// The descriptor that stands for it.
+    /// The descriptor of the socket.
     fn fd(&self) -> i32;
-    /// Its calls do not wait.
+    /// True if its calls do not wait.
     fn nonblocking(&self) -> &AtomicBool;
     /// The socket, if it is a stream.
     fn stream(&self) -> Option<&Socket> {
@@ -45,19 +46,19 @@ trait Endpoint: Send + Sync {
     fn listen(&self, _backlog: i32) -> Result<(), i32> {
         Err(libc::EOPNOTSUPP)
     }
-    /// A connection that came in.
+    /// Accepts a connection that came in.
     fn accept(&self) -> Result<Arc<dyn Endpoint>, i32> {
         Err(libc::EOPNOTSUPP)
     }
     fn connect(&self, addr: *const libc::sockaddr) -> Result<(), i32>;
-    /// Sends bytes; a datagram to an address, or to the peer if that is NULL.
+    /// Sends bytes. A datagram goes to the address, or to the connected peer if the address is NULL.
     fn send(&self, bytes: &[u8], dontwait: bool, to: *const libc::sockaddr) -> Result<usize, i32>;
-    /// Takes bytes, as `recv(2)` does with these flags.
+    /// Receives bytes, as `recv(2)` does with these flags.
     fn recv(&self, bytes: &mut [u8], flags: i32) -> Result<Received, i32>;
     fn shutdown(&self, how: i32) -> Result<(), i32>;
-    /// What it is ready for now; `arm`: and an event shall come when that changes.
+    /// The operations for which it is ready now. With `arm`, its descriptors become readable when that changes.
     fn poll(&self, arm: bool) -> (Ready, Vec<i32>);
-    /// Its pending error, once.
+    /// Returns and clears its pending error.
     fn take_error(&self) -> i32;
     /// Its own address, or its peer's.
     fn name(&self, peer: bool) -> Result<libc::sockaddr_storage, i32>;

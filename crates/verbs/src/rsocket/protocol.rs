@@ -1,6 +1,7 @@
-//! What the two ends of a stream tell each other, as rdma-core's rsockets lay it out.
+//! Messages between the two ends of a stream, in the layout of rdma-core's rsockets.
 
-/// Messages that one end may send before it hears of more room; the receives that the other has posted.
+/// Messages that one end may send before it is told of more room, which is the number of receives that the other has
+/// posted.
 pub(super) const QUEUE: u16 = 384;
 
 // Kinds of messages, in the upper three bits of the immediate data.
@@ -21,7 +22,7 @@ pub(super) fn parts(imm: u32) -> (u32, u32) {
     (imm >> 29, imm & 0x1fff_ffff)
 }
 
-/// Part of the peer's receive buffer, or memory that it has mapped, as it writes it into ours.
+/// A part of the peer's receive buffer, or memory that it has mapped, as the peer writes it into ours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Sge {
@@ -40,7 +41,7 @@ impl Sge {
     }
 }
 
-/// Memory that `riowrite` of the other end reaches by offset; written into its table.
+/// Memory that the other end's `riowrite` reaches by offset. The entry is written into the other end's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Mapping {
@@ -49,12 +50,12 @@ pub(super) struct Mapping {
 }
 const _: () = assert!(size_of::<Mapping>() == 24);
 
-/// The numbers are in network order already; of a host whose own order that is.
+/// Flag of a host that is big-endian. The numbers are in network order anyway.
 pub(super) const BIG_ENDIAN: u8 = 1;
 /// A table of mappings follows the SGEs.
 pub(super) const HAS_TABLE: u8 = 2;
 
-/// What each end says when it connects; numbers in network order.
+/// Data that each end sends when it connects; numbers in network order.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct ConnData {
@@ -62,19 +63,19 @@ pub(super) struct ConnData {
     pub flags: u8,
     pub credits: u16,
     pub reserved: [u8; 3],
-    /// Entries of the table of mappings, as [`to_scale`] makes it.
+    /// Entries of the table of mappings, encoded by [`to_scale`].
     pub table: u8,
     pub sgl: Sge,
     pub buffer: Sge,
 }
 const _: () = assert!(size_of::<ConnData>() == 40);
 
-/// A number of up to 32,512 in 8 bits: as it is up to 128, in units of 256 above.
+/// Encodes a number of up to 32,512 in 8 bits: exactly up to 128, in units of 256 above.
 pub(super) fn to_scale(n: u32) -> u8 {
     if n <= 128 { n as u8 } else { 128 | (n >> 8).min(127) as u8 }
 }
 
-/// What [`to_scale`] has kept of a number.
+/// Decodes a number that [`to_scale`] has encoded.
 pub(super) fn from_scale(scale: u8) -> u32 {
     if scale <= 128 { scale.into() } else { u32::from(scale & 127) << 8 }
 }

@@ -1,4 +1,4 @@
-//! A stream: calls that wait for what its connection has to say.
+//! A stream socket: its calls, which wait until its connection is ready.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,7 +31,7 @@ impl Socket {
         wait(&self.inner, !dontwait && !self.nonblocking.load(Ordering::Relaxed), f)
     }
 
-    /// Why nothing can be sent, if so.
+    /// The error that prevents sending, if there is one.
     fn send_error(c: &Connection) -> Option<i32> {
         match c.state {
             State::Connecting => None,
@@ -43,7 +43,8 @@ impl Socket {
         }
     }
 
-    /// Writes into memory that the peer has mapped at `offset`. Fewer bytes, or none, where nothing is mapped.
+    /// Writes into memory that the peer has mapped at `offset`. Writes fewer bytes, or none, if not all of them are
+    /// mapped.
     pub fn write_at(&self, bytes: &[u8], offset: u64, dontwait: bool) -> Result<usize, i32> {
         let mut done = 0;
         let r = self.wait(dontwait, |inner| {
@@ -58,8 +59,8 @@ impl Socket {
                 Err(e) => Some(Err(e)),
             }
         });
-        // The receiver is told by nothing but its memory, and a program that waits for an answer there makes no calls: the
-        // virtual layer gets its turn now.
+        // The receiver learns of the data only from its memory, and a program that waits for an answer there makes no
+        // calls. So the virtual layer gets its turn now.
         lock(&self.inner).progress();
         if done > 0 { Ok(done) } else { r.map(|()| 0) }
     }
@@ -72,12 +73,12 @@ impl Socket {
         lock(&self.inner).unmap(buf, len)
     }
 
-    /// Mappings that the peer may tell of.
+    /// Number of mappings that the peer may announce.
     pub fn table(&self) -> u32 {
         lock(&self.inner).table
     }
 
-    /// Sets it for this socket, or those that it accepts; in steps of 256 above 128.
+    /// Sets this number for the socket, or for the sockets that it accepts; in steps of 256 above 128.
     ///
     /// # Errors
     /// `EINVAL` once it connects.
@@ -157,7 +158,7 @@ impl Endpoint for Socket {
             }
             inner.waiting.pop_front().map(Ok)
         })?;
-        // It gets a channel of its own.
+        // The new socket gets a channel of its own.
         // SAFETY: the channel and the identifier are this library's.
         unsafe {
             let channel = x_rdma_create_event_channel();
@@ -170,7 +171,7 @@ impl Endpoint for Socket {
         }
         new.answer()?;
         let socket = Socket::of(new);
-        // A program that does not wait may have the other end, too.
+        // A program that does not wait may have the other end of this connection, too.
         if !self.nonblocking.load(Ordering::Relaxed) {
             socket.wait(false, |inner| (inner.state != State::Connecting).then_some(Ok(())))?;
         }
@@ -189,7 +190,7 @@ impl Endpoint for Socket {
             }
             (done == bytes.len()).then_some(Ok(()))
         });
-        // What was sent counts, whatever came after.
+        // Bytes that were sent count, even if an error came after them.
         if done > 0 { Ok(done) } else { r.map(|()| 0) }
     }
 
@@ -222,8 +223,8 @@ impl Endpoint for Socket {
             }
             inner.writable = false;
         }
-        // Everything that was sent arrives before the peer hears of the end. This waits on a non-blocking socket too: nobody
-        // would send the rest after a `rclose`.
+        // Everything that was sent must arrive before the peer is told of the end. This waits on a non-blocking socket
+        // too, because nobody would send the rest after an `rclose`.
         wait(&self.inner, true, |inner| (inner.may_end() || inner.state != State::Connected).then_some(Ok(())))?;
         let mut inner = lock(&self.inner);
         if inner.state != State::Connected {

@@ -1,4 +1,4 @@
-//! How calls of sockets wait: they look for a while, and then sleep on the descriptors of the socket.
+//! Waiting in the calls of sockets: a call polls for a while, and then sleeps on the descriptors of the socket.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -11,26 +11,27 @@ use crate::event::{x_ibv_ack_cq_events, x_ibv_create_comp_channel, x_ibv_destroy
 use crate::lock;
 use crate::rdmacm::{x_rdma_create_event_channel, x_rdma_create_id, x_rdma_destroy_event_channel};
 
-/// An idle socket is looked at for so long before its thread sleeps.
+/// Time for which an idle socket is polled before its thread sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 /// Longest sleep: another thread of the socket may have taken the event.
 const NAP_MS: i32 = 20;
 
-/// What a socket waits for.
+/// A socket's progress, for which calls wait.
 pub(super) trait Progress {
-    /// Handles what has come.
+    /// Handles events and completions that have come.
     fn progress(&mut self);
-    /// An event shall come when something does.
+    /// Makes the descriptors announce the next event.
     fn rearm(&self);
     /// Descriptors that become readable when something happens.
     fn descriptors(&self) -> Vec<i32>;
-    /// What it is ready for now.
+    /// The operations for which it is ready now.
     fn ready(&self) -> Ready;
-    /// A call has taken what it wanted.
+    /// Called after a call has taken data.
     fn taken(&mut self) {}
 }
 
-/// What a socket is ready for, and its descriptors; `arm`: an event shall come when that changes.
+/// The operations for which a socket is ready, and its descriptors. With `arm`, the descriptors become readable when
+/// that changes.
 pub(super) fn look<P: Progress>(socket: &Mutex<P>, arm: bool) -> (Ready, Vec<i32>) {
     let mut inner = lock(socket);
     inner.progress();
@@ -72,12 +73,13 @@ pub(super) fn wait<P: Progress, R>(
         };
         let mut polled: Vec<libc::pollfd> =
             fds.into_iter().map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-        // SAFETY: so many descriptors.
+        // SAFETY: as many descriptors as `polled` has.
         unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, NAP_MS) };
     }
 }
 
-/// An identifier for a socket, and its event channel, whose calls do not block: the socket waits itself, without its lock.
+/// Makes an identifier for a socket, and its event channel. Its calls do not block: the socket itself waits, without
+/// its lock.
 pub(super) fn identifier(port_space: u16) -> Result<(*mut rdma_cm_id, *mut rdma_event_channel), i32> {
     let mut id = std::ptr::null_mut();
     // SAFETY: room for the identifier; the channel is given back with it.
@@ -125,13 +127,13 @@ impl Completions {
         }
     }
 
-    /// The descriptor that tells of completions.
+    /// The descriptor that announces completions.
     pub fn fd(&self) -> i32 {
         // SAFETY: a live channel.
         unsafe { (*self.channel).fd }
     }
 
-    /// Takes all completions that there are; whether there were any.
+    /// Calls `f` with all completions that there are. Returns whether there were any.
     ///
     /// # Errors
     /// `EIO` if the device is lost.
@@ -139,7 +141,7 @@ impl Completions {
         let mut wcs = [ibv_wc::default(); 16];
         let mut any = false;
         loop {
-            // SAFETY: a live CQ, and room for so many.
+            // SAFETY: a live CQ, and room for `wcs.len()` completions.
             let n = unsafe { poll_cq(self.cq, wcs.len() as i32, wcs.as_mut_ptr()) };
             match usize::try_from(n).map_err(|_| libc::EIO)? {
                 0 => return Ok(any),

@@ -11,16 +11,16 @@ pub const RENDEZVOUS: u8 = 1;
 pub const FIN: u8 = 2;
 pub const EAGER: u8 = 3;
 
-/// `struct ibv_tmh`: what a message begins with.
+/// `struct ibv_tmh`: the beginning of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub op: u8,
-    /// The sender's own word, as the receiver reads it.
+    /// The sender's own number, as the receiver reads it.
     pub app_ctx: u32,
     pub tag: u64,
 }
 
-/// `struct ibv_rvh`: where the data of a rendezvous lies.
+/// `struct ibv_rvh`: the place of a rendezvous's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
     pub addr: u64,
@@ -33,7 +33,7 @@ fn number<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
 }
 
 impl Header {
-    /// Of a message that has one.
+    /// Parses a message's header, if the message is long enough.
     pub fn parse(bytes: &[u8]) -> Option<Header> {
         Some(Header {
             op: *bytes.first()?,
@@ -44,7 +44,7 @@ impl Header {
 }
 
 impl Rendezvous {
-    /// Of a request that is long enough.
+    /// Parses a request's header, if the request is long enough.
     pub fn parse(bytes: &[u8]) -> Option<Rendezvous> {
         Some(Rendezvous {
             addr: u64::from_be_bytes(number(bytes, TMH)?),
@@ -54,51 +54,51 @@ impl Rendezvous {
     }
 }
 
-/// A buffer with a tag.
+/// A tagged buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub wr_id: u64,
     pub tag: u64,
-    /// Bits of a message's tag that count.
+    /// Bits of a message's tag that are compared.
     pub mask: u64,
     pub sges: Vec<Sge>,
 }
 
 impl Entry {
-    /// Bytes that it has room for.
+    /// Its size, bytes.
     pub fn room(&self) -> u64 {
         self.sges.iter().map(|s| u64::from(s.length)).sum()
     }
 }
 
-/// Buffers in the order in which they were posted. A message goes to the first that matches.
+/// Buffers in the order in which they were posted. A message goes to the first buffer that matches.
 ///
-/// A message that matches none is the program's to handle, and a buffer that is posted before the program has done so must
-/// not take a later message: so it waits until the program says that it has handled all of them.
+/// The program itself handles a message that matches no buffer. A buffer that is posted before the program has done so
+/// must not take a later message. So the buffer waits until the program reports that it has handled all such messages.
 #[derive(Debug)]
 pub struct List {
     entries: Vec<(u32, Entry)>,
-    /// How many of `entries`, the first, may match.
+    /// Number of entries at the beginning of `entries` that may match.
     active: usize,
     next: u32,
     most: usize,
-    /// Messages that matched none, and how many of them the program has handled.
+    /// Number of messages that matched no buffer, and number of them that the program has handled.
     unexpected: u32,
     handled: u32,
 }
 
 impl List {
-    /// Of at most so many buffers.
+    /// An empty list for at most `most` buffers.
     pub fn new(most: u32) -> List {
         List { entries: Vec::new(), active: 0, next: 1, most: most as usize, unexpected: 0, handled: 0 }
     }
 
-    /// Whether the program has handled all messages that matched none.
+    /// True if the program has handled all messages that matched no buffer.
     pub fn in_step(&self) -> bool {
         self.unexpected == self.handled
     }
 
-    /// The program has handled so many.
+    /// The program has handled `handled` messages that matched no buffer.
     pub fn sync(&mut self, handled: u32) {
         self.handled = handled;
         self.activate();
@@ -114,7 +114,7 @@ impl List {
         self.entries.len() >= self.most
     }
 
-    /// Appends a buffer, if there is room; its handle.
+    /// Appends a buffer, if there is room. Returns its handle.
     pub fn add(&mut self, e: Entry) -> Option<u32> {
         if self.is_full() {
             return None;
@@ -136,7 +136,7 @@ impl List {
         Some(self.take_at(i))
     }
 
-    /// The buffer for a message; without one the message counts as unexpected.
+    /// Takes the buffer for a message. If there is none, the message counts as unexpected.
     pub fn take(&mut self, tag: u64) -> Option<Entry> {
         let found = self.entries[..self.active].iter().position(|(_, e)| tag & e.mask == e.tag);
         self.unexpected = self.unexpected.wrapping_add(found.is_none().into());

@@ -1,11 +1,11 @@
 //! Tag matching (`ibv_create_srq_ex(3)`, `ibv_post_srq_ops(3)`): an SRQ that places messages by their tags.
 //!
-//! It is made of what every vRNIC has: a plain SRQ holds the program's buffers, and a message goes to its tagged buffer when the
-//! CQ is polled. So it costs nothing where it is not used, works to every peer, and trusts no peer with more. `list` decides
-//! what matches, `srq` moves the data, and this module has the CQ's side.
+//! It is made of what every vRNIC has: a plain SRQ holds the program's buffers, and a message goes to its tagged buffer
+//! when the CQ is polled. So it costs nothing if it is not used, works with every peer, and gives no peer more rights.
+//! `list` decides which buffer matches, `srq` moves the data, and this module has the CQ's side.
 //!
-//! All completions pass through the CQ that the SRQ was created with. Those of list operations come from a QP that is in the
-//! error state, which completes what is posted to it in order, so that they wake a program that waits for events, too.
+//! All completions pass through the CQ with which the SRQ was created. Completions of list operations come from a QP in
+//! the error state, which completes its requests in order. So they also wake a program that waits for events.
 
 mod list;
 mod srq;
@@ -28,17 +28,17 @@ use list::{Entry, List};
 pub(crate) use srq::MEMBER;
 use srq::TagSrq;
 
-/// What `ibv_query_device_ex` says.
+/// Capabilities in `ibv_query_device_ex`.
 const MAX_TAGS: u32 = 1024;
 const MAX_OPS: u32 = 1024;
 const MAX_SGE: u32 = 16;
-/// Headers, and as much for the program's own data.
+/// Headers, and the same number of bytes for the program's own data.
 const MAX_RNDV_HEADER: u32 = 64;
 const CAP_RC: u32 = 1;
 /// In the order of `struct ibv_tm_caps`.
 pub(crate) const CAPS: [u32; 5] = [MAX_RNDV_HEADER, MAX_TAGS, CAP_RC, MAX_OPS, MAX_SGE];
 
-/// `IBV_SRQ_INIT_ATTR_TM`, and what must be given with it.
+/// `IBV_SRQ_INIT_ATTR_TM`, and the SRQ type that must be given with it.
 pub(crate) const SRQ_TM: u32 = 1 << 4;
 pub(crate) const SRQT_TM: u32 = 2;
 
@@ -65,7 +65,7 @@ const TAG_SYNC: u32 = 2;
 const OPS_SIGNALED: i32 = 1;
 const OPS_SYNC: i32 = 2;
 
-/// A completion, and what `ibv_wc_read_tm_info` says of it.
+/// A completion, with the values for `ibv_wc_read_tm_info`.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Done {
     pub cqe: abi::Cqe,
@@ -73,12 +73,12 @@ pub(crate) struct Done {
     pub app_ctx: u32,
 }
 
-/// What a QP has to do with tag matching.
+/// The role of a QP in tag matching.
 #[derive(Clone, Copy)]
 enum Role {
     /// Completes the list operations of this SRQ.
     Operations(u32),
-    /// Receives from this SRQ, which sends by it, unless the QP is about to go.
+    /// Receives from this SRQ, and sends the SRQ's requests; `None` while the QP must not send.
     Member(u32, Option<*const QpObj>),
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Matching(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    /// Completions for the program.
+    /// Completions that wait for the program.
     ready: VecDeque<Done>,
     srqs: HashMap<u32, TagSrq>,
     qps: HashMap<u32, Role>,
@@ -115,19 +115,19 @@ impl Matching {
         Ok(n)
     }
 
-    /// A QP of one of the SRQs.
+    /// Adds a QP of one of the SRQs.
     pub fn join(&self, srqn: u32, qp: *const QpObj, qpn: u32) {
         lock(&self.0).qps.insert(qpn, Role::Member(srqn, Some(qp)));
     }
 
-    /// Nothing is sent by this QP until it is given here again.
+    /// With `None`, nothing is sent by this QP until it is given here again.
     pub fn hold(&self, qpn: u32, given: Option<*const QpObj>) {
         if let Some(Role::Member(_, qp)) = lock(&self.0).qps.get_mut(&qpn) {
             *qp = given;
         }
     }
 
-    /// A QP that was held is gone: nobody else than the program hears of what it has left.
+    /// Called when a held QP is gone. Its remaining completions go only to the program.
     pub fn leave(&self, cq: &driver::Cq, qpn: u32) {
         let mut inner = lock(&self.0);
         inner.drain(cq);
@@ -138,7 +138,7 @@ impl Matching {
         }
     }
 
-    /// A QP that was held starts over: it has no completions.
+    /// Called when a held QP was reset, so that it has no completions.
     pub fn forget(&self, cq: &driver::Cq, qpn: u32) {
         let mut inner = lock(&self.0);
         inner.drain(cq);
@@ -155,7 +155,7 @@ fn next(cq: &driver::Cq) -> Result<Option<abi::Cqe>, i32> {
 }
 
 impl Inner {
-    /// Takes in what waits in the CQ, while it is known what it belongs to.
+    /// Handles the completions that wait in the CQ, while the roles of their QPs are still known.
     fn drain(&mut self, cq: &driver::Cq) {
         while let Ok(Some(cqe)) = next(cq) {
             self.handle(cqe);
@@ -190,7 +190,7 @@ impl Inner {
 /// Makes a tag-matching SRQ.
 ///
 /// # Safety
-/// The PD, which is checked, and the CQ of `a` are the caller's.
+/// The CQ of `a` is the caller's, and so is its PD, which was checked.
 pub(crate) unsafe fn create(c: *mut ibv_context, a: &mut ibv_srq_init_attr_ex) -> *mut ibv_srq {
     let [tags, ops] = a.tm_cap;
     let within = |n: u32, most: u32| (1..=most).contains(&n);
@@ -222,7 +222,7 @@ pub(crate) unsafe fn create(c: *mut ibv_context, a: &mut ibv_srq_init_attr_ex) -
     }
 }
 
-/// Takes an SRQ that is about to be destroyed out of its CQ.
+/// Removes an SRQ that is about to be destroyed from its CQ.
 ///
 /// # Errors
 /// `EBUSY` while QPs use it.
@@ -241,10 +241,10 @@ pub(crate) fn destroy(cq: &CqObj, srqn: u32) -> Result<(), i32> {
     Ok(())
 }
 
-/// The SGEs of a request, if there are no more than `most`: a longer list is not even read.
+/// The SGEs of a request. A list of more than `most` is refused without being read.
 ///
 /// # Safety
-/// `list` has `n` elements, if those are so few.
+/// `list` has `n` elements, unless `n` is above `most`.
 unsafe fn some_sges(list: *const ibv_sge, n: i32, most: u32) -> Result<Vec<abi::Sge>, i32> {
     if !u32::try_from(n).is_ok_and(|n| n <= most) {
         return Err(libc::EINVAL);
@@ -311,16 +311,16 @@ pub(crate) unsafe extern "C" fn post_srq_ops(
     code(r)
 }
 
-/// One list operation.
+/// Does one list operation.
 ///
 /// # Safety
-/// The SGEs of `w` are there.
+/// The SGEs of `w` are readable.
 unsafe fn operate(s: &mut TagSrq, w: &mut ibv_ops_wr) -> Result<(), i32> {
     let signaled = w.flags & OPS_SIGNALED != 0;
     if w.flags & !(OPS_SIGNALED | OPS_SYNC) != 0 || w.opcode > TAG_SYNC {
         return Err(libc::EINVAL);
     }
-    // A deletion that fails is always told.
+    // A deletion that fails is always reported.
     if (signaled || w.opcode == TAG_DEL) && s.is_busy() {
         return Err(libc::ENOMEM);
     }

@@ -1,4 +1,4 @@
-//! One tag-matching SRQ: receives, tagged buffers, and the READs that a rendezvous asks for.
+//! One tag-matching SRQ: its receives, its tagged buffers, and the READs of rendezvous.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -12,9 +12,9 @@ use super::list::{EAGER, Entry, FIN, Header, List, RENDEZVOUS, RVH, Rendezvous, 
 use super::*;
 use crate::device::ContextObj;
 
-/// Room of a member's SQ: two requests for each rendezvous.
+/// Requests in a member's SQ: two for each rendezvous.
 const SEND_QUEUE: u32 = 128;
-/// In `wr_id`: a request of this module's own, and of these the message that ends a rendezvous.
+/// Bits of `wr_id`: a request of this module, and among these the message that ends a rendezvous.
 const SENT: u64 = 1 << 63;
 const ENDING: u64 = 1 << 62;
 
@@ -27,18 +27,18 @@ pub(crate) const MEMBER: abi::QpCap = abi::QpCap {
     max_inline_data: (TMH + RVH) as u32,
 };
 
-/// A receive of the program's.
+/// A receive that the program has posted.
 struct Receive {
     wr_id: u64,
     sges: Vec<abi::Sge>,
 }
 
-/// Data that is read from the sender of a rendezvous.
+/// A READ of a rendezvous's data from its sender.
 struct Fetch {
     qpn: u32,
     entry: Entry,
     from: Rendezvous,
-    /// What tells the sender that its buffer is free.
+    /// The message that tells the sender that its buffer is free.
     fin: [u8; TMH + RVH],
 }
 
@@ -49,7 +49,7 @@ pub(super) struct TagSrq {
     receives: HashMap<u64, Receive>,
     next: u64,
     fetches: HashMap<u64, Fetch>,
-    /// Those that wait for room in their QP's SQ.
+    /// Fetches that wait for room in their QP's SQ.
     waiting: VecDeque<u64>,
     pub operations_qp: driver::Qp,
     /// Completions of list operations, in order.
@@ -57,12 +57,12 @@ pub(super) struct TagSrq {
     most_operations: u32,
 }
 
-/// Whether a member's completion is of a request of its own.
+/// True if a member's completion is for a request of this module.
 pub(super) fn is_sent(cqe: &abi::Cqe) -> bool {
     cqe.wr_id & SENT != 0
 }
 
-/// A QP that completes what is posted to it: one in the error state does.
+/// Makes a QP that completes each posted request: it is in the error state.
 pub(super) fn operations_qp(ctx: &Arc<driver::Context>, pdn: u32, cqn: u32, most: u32) -> Result<driver::Qp, i32> {
     let qp = driver::Qp::create(
         ctx,
@@ -86,8 +86,8 @@ pub(super) fn operations_qp(ctx: &Arc<driver::Context>, pdn: u32, cqn: u32, most
     Ok(qp)
 }
 
-/// Copies `len` bytes within this process. A program may have registered memory that is not there, as for on-demand paging:
-/// then nothing is copied, or a part, and nobody crashes.
+/// Copies `len` bytes within this process. A program may have registered memory that does not exist, as for on-demand
+/// paging; then nothing or only a part is copied, and the process does not crash.
 fn move_bytes(from: &[libc::iovec], to: &[libc::iovec], len: usize) -> Option<()> {
     if len == 0 {
         return Some(());
@@ -134,7 +134,7 @@ impl TagSrq {
         Ok(())
     }
 
-    /// Whether as many list operations wait as may.
+    /// True if no further list operation may wait.
     pub fn is_busy(&self) -> bool {
         self.operations.len() >= self.most_operations as usize
     }
@@ -154,12 +154,12 @@ impl TagSrq {
         crate::mr::memory(self.ctx, pdn, s)
     }
 
-    /// Whether all of it is memory of the SRQ's PD that messages may be written to.
+    /// True if all of it is memory of the SRQ's PD to which messages may be written.
     pub fn can_write(&self, sges: &[abi::Sge]) -> bool {
         sges.iter().all(|s| self.memory(s).is_some())
     }
 
-    /// Where the bytes from `skip` on lie, `len` at most; `None` where an MR is gone.
+    /// The places of at most `len` bytes from `skip` on; `None` if an MR is gone.
     fn pieces(&self, sges: &[abi::Sge], mut skip: usize, mut len: usize) -> Option<Vec<libc::iovec>> {
         let mut v = Vec::with_capacity(sges.len());
         for s in sges {
@@ -175,12 +175,12 @@ impl TagSrq {
         Some(v)
     }
 
-    /// Copies `len` bytes of a message, from `skip` on, to a buffer that has room for them.
+    /// Copies `len` bytes of a message, from `skip` on, to a buffer that is large enough.
     fn copy(&self, from: &[abi::Sge], skip: usize, to: &[abi::Sge], len: usize) -> Option<()> {
         move_bytes(&self.pieces(from, skip, len)?, &self.pieces(to, 0, len)?, len)
     }
 
-    /// A message, or the end of a receive.
+    /// Handles a completed receive: a message, or an error.
     pub fn received(&mut self, cqe: &abi::Cqe) -> Done {
         let mut done = Done { cqe: *cqe, ..Done::default() };
         let Some(receive) = self.receives.remove(&cqe.wr_id) else { return done };
@@ -204,7 +204,7 @@ impl TagSrq {
                 (done.tag, done.app_ctx, done.cqe.wr_id) = (h.tag, h.app_ctx, entry.wr_id);
                 let from = rendezvous.filter(|_| h.op == RENDEZVOUS);
                 self.matched(&mut done.cqe, &receive, head, entry, from);
-                // The buffer was not needed: it takes the next message.
+                // The receive buffer is free again, and takes the next message.
                 let _ = self.post(receive.wr_id, receive.sges);
             }
             Some(h) if h.op == FIN => {}
@@ -213,7 +213,7 @@ impl TagSrq {
         done
     }
 
-    /// A message goes to its buffer, or, with `from`, its data is fetched.
+    /// Copies a message to its buffer, or, with `from`, begins to fetch its data.
     fn matched(
         &mut self,
         cqe: &mut abi::Cqe,
@@ -237,7 +237,7 @@ impl TagSrq {
         };
         cqe.byte_len = from.len;
         if u64::from(from.len) > entry.room() {
-            // The program goes on from here, so it gets the headers.
+            // The program continues from here, so it gets the headers.
             let n = entry.room().min((TMH + RVH) as u64) as usize;
             let _ = self.copy(&receive.sges, 0, &entry.sges, n);
             cqe.status = TM_RNDV_INCOMPLETE;
@@ -250,7 +250,7 @@ impl TagSrq {
         self.waiting.push_back(n);
     }
 
-    /// Posts the READs that wait for this QP, as far as there is room, each with the message that ends its rendezvous.
+    /// Posts the READs that wait for this QP, while there is room, each with the message that ends its rendezvous.
     pub fn fetch(&mut self, qp: &driver::Qp) {
         let fetches = &self.fetches;
         self.waiting.retain(|n| {
@@ -295,7 +295,7 @@ impl TagSrq {
         });
     }
 
-    /// A READ has ended, or the message behind it.
+    /// Handles the completion of a READ, or of the message behind it.
     pub fn sent(&mut self, cqe: &abi::Cqe) -> Option<Done> {
         if cqe.wr_id & ENDING != 0 {
             return None;
@@ -306,7 +306,7 @@ impl TagSrq {
         Some(Done { cqe, ..Done::default() })
     }
 
-    /// A QP is gone or starts over: what it was to fetch will not come.
+    /// Called when a QP is gone or was reset: drops its fetches.
     pub fn forget(&mut self, qpn: u32) {
         self.fetches.retain(|_, f| f.qpn != qpn);
     }

@@ -1,4 +1,4 @@
-//! The bytes of a stream: what is sent, what has arrived, and what each end tells the other of its room.
+//! The bytes of a stream: sending, receiving, and the messages by which each end announces its room.
 
 use unirdma_verbs_abi::*;
 
@@ -16,10 +16,10 @@ const WR_RDMA_WRITE_IMM: u32 = 1;
 const SEND_SIGNALED: u32 = 2;
 const SEND_INLINE: u32 = 8;
 const WC_RECV: u32 = 128;
-/// A send of control, in `wr_id`; else the bytes of data.
+/// In `wr_id`: marks a control send. Otherwise `wr_id` is the number of data bytes.
 const CONTROL: u64 = 1 << 63;
 
-/// What a socket is ready for.
+/// Operations for which a socket is ready.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::rsocket) struct Ready {
     pub read: bool,
@@ -28,7 +28,7 @@ pub(in crate::rsocket) struct Ready {
     pub error: bool,
 }
 
-/// Where at the peer: address and rkey.
+/// A place in the peer's memory: address and rkey.
 type Place = (u64, u32);
 
 impl Connection {
@@ -70,14 +70,14 @@ impl Connection {
         self.write(&mut [], CONTROL, Some(imm), (0, 0), 0)
     }
 
-    /// Writes one entry of what the peer reads, and tells it so.
+    /// Writes one entry of the peer's board, and announces it.
     pub(super) fn write_entry<T: Copy>(&mut self, entry: &T, wr_id: u64, imm: u32, to: u64) -> Result<(), i32> {
         const { assert!(size_of::<T>() <= INLINE as usize) };
         let mut sge = [ibv_sge { addr: std::ptr::from_ref(entry) as u64, length: size_of::<T>() as u32, lkey: 0 }];
         self.write(&mut sge, wr_id, Some(imm), (to, self.peer_sgl.key), SEND_INLINE)
     }
 
-    /// Tells the peer of room that there is again.
+    /// Announces to the peer that there is room again.
     pub fn tell(&mut self) -> Result<(), i32> {
         let due = self.freed >= HALF || self.taken.wrapping_sub(self.tell_at) as i16 >= 0;
         if !due || self.controls == 0 || self.state != State::Connected {
@@ -125,10 +125,10 @@ impl Connection {
             (OP_DATA, n) if n as usize <= BUFFER && self.arrived.len() < usize::from(QUEUE) => {
                 self.arrived.push_back(n as usize);
             }
-            // More than it was given room for.
+            // The peer has sent more than it was given room for.
             (OP_DATA, _) => self.hang_up(),
             (OP_SGL, limit) => self.send_limit = limit as u16,
-            // A message like those with data, which is taken at once.
+            // Counts like a message with data, and is taken at once.
             (OP_MAPPING, _) => self.taken = self.taken.wrapping_add(1),
             (OP_CTRL, CTRL_DISCONNECT) => self.hang_up(),
             (OP_CTRL, CTRL_SHUTDOWN) => self.readable = false,
@@ -136,32 +136,32 @@ impl Connection {
         }
     }
 
-    /// Whether a request may be posted.
+    /// True if a request may be posted.
     pub(super) fn may_post(&self) -> bool {
         self.writable && self.state == State::Connected && self.sends_free > 0
     }
 
-    /// Whether a message may be sent, which takes a receive of the peer's.
+    /// True if a message may be sent, which takes one of the peer's receives.
     pub(super) fn may_tell(&self) -> bool {
         self.may_post() && self.sent != self.send_limit
     }
 
-    /// Whether all data is with the peer, and it can be told of the end.
+    /// True if all data is with the peer, so that the end can be announced.
     pub fn may_end(&self) -> bool {
         self.controls > 0 && self.sends_free == u32::from(QUEUE)
     }
 
-    /// Whether everything that was sent is with the peer.
+    /// True if everything that was sent is with the peer.
     pub fn all_arrived(&self) -> bool {
         self.controls == CONTROLS && self.sends_free == u32::from(QUEUE)
     }
 
-    /// Bytes that the next request may take from the send buffer.
+    /// Most bytes that the next request may take from the send buffer.
     pub(super) fn unsent(&self) -> usize {
         self.send_free.min(BUFFER - self.send_at).min(MOST)
     }
 
-    /// The peer's memory for the next bytes: what is free there of the part that is written now.
+    /// The peer's memory for the next bytes: the free rest of the current part.
     fn part(&self) -> Sge {
         self.memory.as_ref().map_or(Sge::default(), |m| m.board.part(self.target))
     }
@@ -182,7 +182,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends as much as there is room for; how much that was.
+    /// Sends as many bytes as there is room for. Returns their number.
     pub fn send(&mut self, bytes: &[u8]) -> Result<usize, i32> {
         let mut done = 0;
         if !self.tell_mappings()? {
@@ -195,7 +195,7 @@ impl Connection {
                 break;
             }
             let left = Sge { addr: part.addr.wrapping_add(n as u64), length: part.length - n as u32, ..part };
-            // This is noted before the bytes go, since the peer may write a new grant here as soon as it has them.
+            // Noted before the bytes go, because the peer may write a new grant here as soon as it has them.
             if let Some(m) = &self.memory {
                 m.board.set_part(self.target, left);
             }
@@ -209,7 +209,7 @@ impl Connection {
         Ok(done)
     }
 
-    /// Takes bytes that have arrived; how many there were.
+    /// Takes bytes that have arrived. Returns their number.
     pub fn receive(&mut self, bytes: &mut [u8], peek: bool) -> usize {
         let Some(m) = &self.memory else { return 0 };
         let (mut done, mut at) = (0, self.recv_at);
@@ -218,7 +218,7 @@ impl Connection {
             && let Some(&have) = self.arrived.get(index)
         {
             let n = have.min(bytes.len() - done);
-            // The peer's WRITEs there are over. A message may wrap around the buffer's end.
+            // The peer's WRITEs to these bytes are complete. A message may wrap around the buffer's end.
             let (head, tail) = bytes[done..done + n].split_at_mut(n.min(BUFFER - at));
             head.copy_from_slice(&m.recv[at..at + head.len()]);
             tail.copy_from_slice(&m.recv[..tail.len()]);
@@ -266,7 +266,7 @@ impl Progress for Connection {
         if any.is_err() {
             self.hang_up();
         }
-        // The news of an end takes system calls, and can wait until there is no data.
+        // Handling connection events takes system calls, and can wait until there is no data.
         if any == Ok(false) && self.state == State::Connected {
             self.connection_events();
         }
@@ -289,7 +289,7 @@ impl Progress for Connection {
         channel.into_iter().chain(self.queue.map(|q| q.fd())).collect()
     }
 
-    /// What was taken makes room.
+    /// Data that was taken makes room.
     fn taken(&mut self) {
         let _ = self.tell();
     }

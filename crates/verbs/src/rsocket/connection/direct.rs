@@ -12,7 +12,7 @@ use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
 pub(super) struct Mapped {
     mr: *mut ibv_mr,
     offset: u64,
-    /// Its place in the peer's table, if the peer may write it.
+    /// Its index in the peer's table, if the peer may write to it.
     index: Option<u32>,
     told: bool,
 }
@@ -25,11 +25,11 @@ impl Mapped {
 }
 
 impl Connection {
-    /// Registers memory of the caller's; its offset, which is its address unless the caller says another. The peer hears of it
-    /// with the next bytes that are sent.
+    /// Registers memory of the caller. Returns its offset: `offset`, or else its address. The peer is told of it with
+    /// the next bytes that are sent.
     ///
     /// # Errors
-    /// `EINVAL` before the connection is there, `ENOMEM` when the peer's table is full, and those of `ibv_reg_mr(3)`.
+    /// `EINVAL` before the connection is there, `ENOMEM` when the peer's table is full, otherwise as `ibv_reg_mr(3)`.
     pub fn map(&mut self, buf: *mut c_void, len: usize, peer_writes: bool, offset: Option<u64>) -> Result<u64, i32> {
         if self.memory.is_none() {
             return Err(libc::EINVAL);
@@ -63,7 +63,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Tells the peer of new mappings; whether it hears of all of them now.
+    /// Announces new mappings to the peer. Returns true if all of them are announced now.
     pub(super) fn tell_mappings(&mut self) -> Result<bool, i32> {
         while let Some(i) = self.mapped.iter().position(|m| !m.told) {
             if !self.may_tell() {
@@ -85,8 +85,8 @@ impl Connection {
         Ok(true)
     }
 
-    /// Writes into memory that the peer has mapped, as much as there is room for; how much that was, and whether more can
-    /// follow: no when nothing is mapped there.
+    /// Writes into memory that the peer has mapped, as much as there is room for. Returns the number of bytes, and
+    /// whether more can follow; no more can follow if nothing is mapped there.
     pub fn write_at(&mut self, bytes: &[u8], offset: u64) -> Result<(usize, bool), i32> {
         let mut done = 0;
         if !self.tell_mappings()? {
