@@ -113,7 +113,7 @@ pub struct ibv_ops_wr {
 }
 const _: () = assert!(size_of::<ibv_ops_wr>() == 72 && std::mem::offset_of!(ibv_ops_wr, tm) == 24);
 
-/// What `ibv_wc_read_tm_info` says.
+/// Result of `ibv_wc_read_tm_info`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ibv_wc_tm_info {

@@ -15,7 +15,7 @@ pub struct ibv_device {
     pub ibdev_path: [u8; 256],
 }
 
-/// What trails an `ibv_device`: provider libraries look at `ops` to see whether it is theirs.
+/// An `ibv_device` and the fields behind it. Provider libraries look at `ops` to see whether the device is theirs.
 #[repr(C)]
 pub struct verbs_device {
     pub device: ibv_device,
@@ -132,7 +132,7 @@ pub struct ibv_qp {
     pub events_completed: u32,
 }
 
-/// By how much a `pthread_mutex_t` is larger than on x86-64, in bytes: the assertions about layouts name the sizes of x86-64.
+/// Bytes by which a `pthread_mutex_t` is larger than on x86-64. The assertions about layouts name the sizes of x86-64.
 pub const MUTEX_EXTRA: usize = size_of::<libc::pthread_mutex_t>() - 40;
 
 const _: () = {

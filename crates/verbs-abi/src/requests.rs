@@ -77,7 +77,7 @@ pub struct ibv_mw_bind {
     pub bind_info: ibv_mw_bind_info,
 }
 
-/// What a work request that binds a memory window has at its end.
+/// The end of a work request that binds a memory window.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_send_wr_bind {
@@ -150,7 +150,7 @@ pub struct ibv_global_route {
     pub traffic_class: u8,
 }
 
-/// Header of a datagram. Its bytes are those of an IPv6 header, or hold an IPv4 header at their end.
+/// Header of a datagram: an IPv6 header, or an IPv4 header at the end of its bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_grh {
