@@ -1,6 +1,6 @@
-//! Lets the provider depend on `libibverbs.so.1` without having it: makes a library of that name, whose symbols are those that
-//! `src/ibverbs.rs` declares, with the version of rdma-core's private interface. Linking against it gives the provider what Debian's
-//! own providers have: the needed library and the version of each symbol.
+//! Lets the provider depend on `libibverbs.so.1` without having it: makes a library of that name with the symbols that
+//! `src/ibverbs.rs` declares, and the version of rdma-core's private interface. Linking against it gives the provider
+//! the same properties as Debian's own providers: the needed library and the version of each symbol.
 //!
 //! Also links the provider into `target/<profile>/provider` under the name that libibverbs looks for.
 
@@ -21,7 +21,7 @@ fn main() {
     let stub = make_stub(&out, names);
     println!("cargo::rustc-cdylib-link-arg={}", stub.display());
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libunirdma-rdmav34.so");
-    // libibverbs keeps what the provider registers for ever.
+    // libibverbs keeps the registered table for ever, so the provider must not be unloaded.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     let dir = out.ancestors().nth(3).expect("target/<profile>").join("provider");
     fs::create_dir_all(&dir).expect("provider");
@@ -30,7 +30,7 @@ fn main() {
     std::os::unix::fs::symlink("../libunirdma_provider.so", &path).expect("symlink");
 }
 
-/// A library with functions of these names, which do nothing.
+/// Makes a library with functions of these names, which do nothing.
 fn make_stub<'a>(out: &Path, names: impl Iterator<Item = &'a str>) -> PathBuf {
     let mut code = String::from("#![no_std]\ncore::arch::global_asm!(\".text\",\n");
     for name in names {
@@ -48,7 +48,7 @@ fn make_stub<'a>(out: &Path, names: impl Iterator<Item = &'a str>) -> PathBuf {
     if let Ok(linker) = env::var("RUSTC_LINKER") {
         rustc.arg("-C").arg(format!("linker={linker}"));
     }
-    // Such as another linker.
+    // The flags may name another linker, for example.
     let flags = env::var("CARGO_ENCODED_RUSTFLAGS").unwrap_or_default();
     rustc.args(flags.split('\x1f').filter(|f| !f.is_empty()));
     for arg in ["-nostdlib", "-Wl,-soname,libibverbs.so.1", &format!("-Wl,--version-script={}", map.display())] {

@@ -11,11 +11,11 @@ use crate::{code, done, null};
 #[repr(C)]
 struct AhObj {
     c: ibv_ah,
-    /// The device's handle, which WQEs name it by. The one in `c` is the kernel's.
+    /// The device's handle, by which WQEs name the AH. The handle in `c` is the kernel's.
     handle: u32,
 }
 
-/// How the device calls an AH.
+/// The device's handle of an AH.
 ///
 /// # Safety
 /// `ah` is an AH of this provider.

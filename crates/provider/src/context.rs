@@ -15,13 +15,13 @@ use crate::ibverbs::*;
 use crate::memory::{NONSENSE, map, room};
 use crate::{OPERATIONS, done, null};
 
-/// The kernel driver has none of its own.
+/// The kernel driver has no driver ID of its own.
 const RDMA_DRIVER_UNKNOWN: u32 = 0;
 
-/// What all queues of a context share.
+/// State that all queues of a context share.
 pub struct Shared {
     bell: Bell,
-    /// The device is gone.
+    /// True once the device is known to be gone.
     dead: AtomicBool,
 }
 
@@ -38,10 +38,10 @@ impl Shared {
         self.bell.expect_ring(slot);
     }
 
-    /// Rings for a QP. `cq` is one of its CQs, by which the kernel wakes the device if that sleeps.
+    /// Rings for a QP. `cq` is one of its CQs, through which the kernel wakes the device if it sleeps.
     ///
     /// # Safety
-    /// `cq` is a CQ that lives.
+    /// `cq` is a live CQ.
     #[inline]
     pub unsafe fn ring(&self, slot: u32, cq: *mut ibv_cq) {
         if self.bell.ring(slot) != abi::AWAKE {
@@ -63,16 +63,16 @@ impl Shared {
 #[repr(C)]
 struct Context {
     verbs: verbs_context_34,
-    /// From `Arc::into_raw`; NULL before it is open.
+    /// From `Arc::into_raw`; NULL before the context is open.
     shared: *const Shared,
 }
 
-/// The context that C knows as `ctx`.
+/// The context that contains `ctx`.
 fn outer(ctx: *mut ibv_context) -> *mut Context {
     ctx.wrapping_byte_sub(offset_of!(Context, verbs) + offset_of!(verbs_context_34, context)).cast()
 }
 
-/// What all queues of a context share.
+/// The state that all queues of a context share.
 ///
 /// # Safety
 /// `ctx` is an open context of this provider.
@@ -100,13 +100,14 @@ pub unsafe extern "C" fn alloc_context(
     _private: *mut c_void,
 ) -> *mut verbs_context_34 {
     let (size, driver) = (size_of::<Context>(), RDMA_DRIVER_UNKNOWN);
-    // SAFETY: a device of this provider, whose descriptor libibverbs takes over; the context is at the begin of what it allocates.
+    // SAFETY: a device of this provider, whose descriptor libibverbs takes over; the context is at the beginning of the
+    // memory that libibverbs allocates.
     let ctx = unsafe { _verbs_init_and_alloc_context(device, cmd_fd, size, std::ptr::null_mut(), driver) };
     let ctx = ctx.cast::<Context>();
     if ctx.is_null() {
         return std::ptr::null_mut();
     }
-    // SAFETY: just allocated; all zeros are a valid value of what libibverbs has not initialized.
+    // SAFETY: just allocated; all zeros are valid for the members that libibverbs has not initialized.
     let context = unsafe { &mut *ctx };
     // SAFETY: as above.
     match unsafe { open(context) } {
@@ -124,7 +125,7 @@ pub unsafe extern "C" fn alloc_context(
     }
 }
 
-/// Makes the kernel's side of a context, and maps its doorbell page.
+/// Creates the kernel's part of a context, and maps its doorbell page.
 ///
 /// # Safety
 /// The context was initialized by libibverbs.
@@ -141,7 +142,7 @@ unsafe fn open(context: &mut Context) -> Result<Shared, i32> {
     Ok(Shared { bell: Bell::new(page).ok_or(NONSENSE)?, dead: AtomicBool::new(false) })
 }
 
-/// Gives a context back, which closes its descriptors.
+/// Frees a context, which closes its descriptors.
 ///
 /// # Safety
 /// Nobody uses it any more.
@@ -161,7 +162,7 @@ pub unsafe extern "C" fn free_context(ctx: *mut ibv_context) {
     unsafe { release(outer(ctx)) };
 }
 
-/// Looks at each asynchronous event that the program is told.
+/// Called for each asynchronous event that the program receives.
 pub unsafe extern "C" fn async_event(ctx: *mut ibv_context, event: *mut ibv_async_event) {
     // SAFETY: the caller's context, and an event of it.
     let (ctx, event) = unsafe { (shared(ctx), (*event).event_type) };
@@ -191,10 +192,10 @@ pub unsafe extern "C" fn query_device_ex(
     0
 }
 
-/// The device's clock, which is another one than the guest's, in nanoseconds.
+/// The device's clock, ns. It is not the guest's clock.
 ///
 /// # Errors
-/// Those of the kernel driver.
+/// The errno of the kernel driver.
 ///
 /// # Safety
 /// `ctx` is an open context of this provider.

@@ -21,17 +21,17 @@ use crate::{code, done, kernel, null};
 pub struct CqObj {
     c: ibv_cq_ex,
     ctx: Arc<Shared>,
-    /// Each ring holds its memory by itself.
+    /// Each ring owns its memory.
     rings: QueueLock<Completions<()>>,
     poller: Poller,
     /// The completion that `start_poll` or `next_poll` has found.
     current: UnsafeCell<abi::Cqe>,
-    /// What the wall clock was ahead of the device's when the CQ was made, if its completions are asked for that.
+    /// Wall clock minus the device's clock when the CQ was made, ns; 0 unless wall-clock timestamps were asked for.
     wallclock_offset: u64,
 }
 
 impl CqObj {
-    /// Takes up to `max` completions and gives each to `f`; how many there were.
+    /// Takes up to `max` completions and gives each to `f`. Returns their number.
     ///
     /// # Errors
     /// `EIO` if the CQ has overrun or the device is gone.
@@ -63,7 +63,7 @@ impl CqObj {
     }
 }
 
-/// The ring that the kernel has made.
+/// Maps the ring that the kernel has made.
 ///
 /// # Safety
 /// `ctx` is an open context.
@@ -89,7 +89,7 @@ unsafe fn make(
 ) -> Result<*mut CqObj, i32> {
     // SAFETY: by the contract.
     let shared = unsafe { shared(ctx) };
-    // Events name the CQ by its address.
+    // Events name the CQ by its address, so the address must not change.
     let mut object = room::<CqObj>()?;
     let obj = object.as_mut_ptr();
     let (mut cmd, mut resp) = (CreateCq::new(), CqAnswer::new());
@@ -109,7 +109,7 @@ unsafe fn make(
         (&raw mut (*obj).rings).write(QueueLock::new(Completions::new(tail, ()), single_threaded));
         (&raw mut (*obj).poller).write(Poller::new(single_threaded));
     }
-    // All is initialized: zeros are a valid value of the rest.
+    // Everything is initialized: zeros are valid for the remaining members.
     Ok(Box::into_raw(object).cast())
 }
 
@@ -128,14 +128,14 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_cq_init
     const WC_FLAGS: u64 = 0xff | 1 << 10 | WALLCLOCK;
     const WALLCLOCK: u64 = 1 << 11;
     const MASK_FLAGS: u32 = 1;
-    /// A parent domain: its thread domain says that one thread polls.
+    /// A parent domain. If it has a thread domain, one thread polls.
     const MASK_PD: u32 = 2;
     const SINGLE_THREADED: u32 = 1;
     const IGNORE_OVERRUN: u32 = 2;
     // SAFETY: the caller passes its attributes.
     let a = unsafe { &*init };
     let flags = if a.comp_mask & MASK_FLAGS != 0 { a.flags } else { 0 };
-    // A program that ignores overruns asks for what this device never needs to do.
+    // Ignoring overruns is accepted: this device never needs to.
     let known = flags & !(SINGLE_THREADED | IGNORE_OVERRUN) == 0;
     if a.comp_mask & !(MASK_FLAGS | MASK_PD) != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
         return null(libc::EOPNOTSUPP);
@@ -162,10 +162,10 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_cq_init
     }
 }
 
-/// What the guest's wall clock is ahead of the device's clock, which is another machine's.
+/// The guest's wall clock minus the device's clock, ns. The device's clock is another machine's.
 ///
 /// # Errors
-/// Those of the kernel driver.
+/// The errno of the kernel driver.
 ///
 /// # Safety
 /// `ctx` is an open context.
@@ -177,7 +177,7 @@ unsafe fn wallclock_offset(ctx: *mut ibv_context) -> Result<u64, i32> {
     let before = wall_ns();
     // SAFETY: by the contract.
     let device = unsafe { clock_ns(ctx) }?;
-    // The device has looked at its clock somewhere between.
+    // The device has read its clock at some time between.
     let middle = before + wall_ns().saturating_sub(before) / 2;
     Ok(middle.wrapping_sub(device))
 }
@@ -187,7 +187,7 @@ unsafe extern "C" fn read_completion_wallclock_ns(cq: *mut ibv_cq_ex) -> u64 {
     unsafe { CqObj::current(cq).timestamp.wrapping_add((*cq.cast::<CqObj>()).wallclock_offset) }
 }
 
-/// Moderation of events.
+/// Changes the moderation of events.
 pub unsafe extern "C" fn modify(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
     // SAFETY: the caller passes its CQ and attributes; room for the command.
     code(done(unsafe { ibv_cmd_modify_cq(cq, attr, &mut ModifyCq::new(), ModifyCq::SIZE) }))
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn resize(cq: *mut ibv_cq, cqe: c_int) -> c_int {
     // SAFETY: the caller passes its CQ.
     let (obj, ctx) = unsafe { (&*cq.cast::<CqObj>(), (*cq).context) };
     let mut rings = obj.rings.lock();
-    // The kernel refuses a number that is not positive.
+    // The kernel refuses numbers below 1.
     if u32::try_from(cqe).is_ok_and(|cqe| rings.waiting() > cqe) {
         return code(Err(libc::EINVAL));
     }

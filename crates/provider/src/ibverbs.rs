@@ -1,4 +1,4 @@
-//! The private interface between libibverbs and its providers, as rdma-core 44 to 56 have it (`IBVERBS_PRIVATE_34`).
+//! The private interface between libibverbs and its providers, as in rdma-core 44 to 56 (`IBVERBS_PRIVATE_34`).
 //!
 //! `build.rs` reads the functions that are declared here: it looks for lines that begin with `pub fn`.
 #![allow(non_camel_case_types)]
@@ -37,7 +37,7 @@ impl verbs_match_ent {
     }
 }
 
-/// What a provider registers.
+/// The table that a provider registers.
 #[repr(C)]
 pub struct verbs_device_ops {
     pub name: *const c_char,
@@ -57,14 +57,14 @@ unsafe impl Sync for verbs_device_ops {}
 // SAFETY: as above.
 unsafe impl Sync for verbs_match_ent {}
 
-/// A context. Newer versions of rdma-core have more before it, which is why it differs from the one in `verbs-abi`.
+/// A context. Newer versions of rdma-core have more members before it, so it differs from the one in `verbs-abi`.
 #[repr(C)]
 pub struct verbs_context_34 {
     before: [usize; 40],
     pub context: ibv_context,
 }
 
-/// What libibverbs knows of an SRQ.
+/// An SRQ, as libibverbs has it.
 #[repr(C)]
 pub struct verbs_srq {
     pub srq: ibv_srq,
@@ -74,7 +74,7 @@ pub struct verbs_srq {
     pub srq_num: u32,
 }
 
-/// What libibverbs knows of an XRC domain.
+/// An XRC domain, as libibverbs has it.
 #[repr(C)]
 pub struct verbs_xrcd {
     pub xrcd: ibv_xrcd,
@@ -95,7 +95,7 @@ macro_rules! operations {
         #[repr(C)]
         pub struct verbs_context_ops { $(pub $name: operations!(@ $($t)?),)* }
         impl verbs_context_ops {
-            /// None: libibverbs has a function for each that reports `EOPNOTSUPP`.
+            /// No operations. libibverbs has a function for each that reports `EOPNOTSUPP`.
             pub const NONE: Self = verbs_context_ops { $($name: None,)* };
         }
     };
@@ -181,21 +181,22 @@ operations! {
     unimport_pd;
 }
 
-/// Room for a uverbs command of `N` 64-bit words, header included, which libibverbs fills in. The driver adds nothing to it.
+/// Room for a uverbs command of `N` 64-bit words, header included, which libibverbs fills in. The driver adds nothing
+/// to it.
 #[repr(C)]
 pub struct Command<const N: usize>([u64; N]);
 
 impl<const N: usize> Command<N> {
-    /// Empty.
+    /// A command of zeros.
     pub fn new() -> Self {
         Command([0; N])
     }
 
-    /// Its bytes.
+    /// Its size, bytes.
     pub const SIZE: usize = N * 8;
 }
 
-/// The answer to a uverbs command: `N` 32-bit words that libibverbs reads, and what the kernel driver adds.
+/// The answer to a uverbs command: `N` 32-bit words that libibverbs reads, and the kernel driver's own part.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Answer<const N: usize, T> {
@@ -204,12 +205,12 @@ pub struct Answer<const N: usize, T> {
 }
 
 impl<const N: usize, T: Default> Answer<N, T> {
-    /// Zeros.
+    /// An answer of zeros.
     pub fn new() -> Self {
         Answer { core: [0; N], driver: T::default() }
     }
 
-    /// Its bytes.
+    /// Its size, bytes.
     pub const SIZE: usize = size_of::<Self>();
 }
 
@@ -229,7 +230,7 @@ pub type QpAnswer = Answer<8, kernel::QpResp>;
 pub type ModifyQp = Command<15>;
 pub type QueryQp = Command<3>;
 pub type SrqAnswer = Answer<4, kernel::SrqResp>;
-/// With a word of the kernel driver.
+/// With one word for the kernel driver.
 pub type ModifySrq = Command<4>;
 pub type QuerySrq = Command<3>;
 pub type AhAnswer = Answer<1, kernel::AhResp>;
@@ -241,11 +242,11 @@ pub type OpenXrcdAnswer = Answer<1, [u32; 0]>;
 pub type CreateXsrq = Command<7>;
 pub type OpenQp = Command<5>;
 pub type OpenQpAnswer = Answer<8, [u32; 0]>;
-/// Of an extended command, whose header is longer.
+/// An extended command, whose header is longer.
 pub type ModifyCq = Command<5>;
 /// `struct ib_uverbs_ex_query_device_resp`; the firmware's version is its first member.
 pub type QueryDeviceAnswer = Answer<76, [u32; 0]>;
-/// The same, and the device's clock.
+/// The same, with the device's clock.
 pub type QueryClockAnswer = Answer<76, kernel::ClockResp>;
 
 impl QueryDeviceAnswer {
@@ -256,7 +257,7 @@ impl QueryDeviceAnswer {
 }
 
 impl ModifySrq {
-    /// Names the room for what the kernel driver answers to another size.
+    /// A command that names the place for the kernel driver's answer to a change of the size.
     pub fn answer(resp: *mut kernel::ResizeSrqResp) -> Self {
         Command([0, 0, 0, resp as u64])
     }

@@ -1,16 +1,16 @@
-//! What the kernel driver adds to the answers of uverbs commands; twin of `guest/linux/unirdma-abi.h`.
+//! The kernel driver's own parts of the answers to uverbs commands; twin of `guest/linux/unirdma-abi.h`.
 
 /// After GET_CONTEXT.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ContextResp {
-    /// Where the process's doorbell page can be mapped.
+    /// Offset at which the process's doorbell page can be mapped.
     pub db_offset: u64,
     pub max_inline: u32,
     pub reserved: u32,
 }
 
-/// After CREATE_CQ and RESIZE_CQ. The control block is at the begin of what is mapped.
+/// After CREATE_CQ and RESIZE_CQ. The control block is at the beginning of the mapping.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct CqResp {
@@ -22,7 +22,8 @@ pub struct CqResp {
     pub reserved: u32,
 }
 
-/// After CREATE_QP, but not of the target of an XRC connection, which has nothing to map. The control block is at the begin of what is mapped.
+/// After CREATE_QP. The target of an XRC connection has no such answer, because it has nothing to map. The control
+/// block is at the beginning of the mapping.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct QpResp {
@@ -40,7 +41,7 @@ pub struct QpResp {
     pub max_recv_sge: u32,
 }
 
-/// After CREATE_SRQ. The control block is at the begin of what is mapped.
+/// After CREATE_SRQ. The control block is at the beginning of the mapping.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct SrqResp {
@@ -56,11 +57,12 @@ pub struct SrqResp {
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ClockResp {
-    /// Now, by the clock of completions. Two words, since what is before it is a multiple of four bytes long.
+    /// Present time by the clock of completions, ns. Two words, because the part before it is a multiple of four bytes
+    /// long.
     pub clock_ns: [u32; 2],
 }
 
-/// Written by MODIFY_SRQ when it changes the size: another ring, in a mapping of its own.
+/// Written by MODIFY_SRQ when it changes the size: a new ring, in a mapping of its own.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct ResizeSrqResp {
@@ -74,7 +76,7 @@ pub struct ResizeSrqResp {
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct AhResp {
-    /// How WQEs call it.
+    /// The device's handle, by which WQEs name the AH.
     pub ah: u32,
     pub reserved: u32,
 }

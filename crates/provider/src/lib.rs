@@ -1,11 +1,13 @@
-//! `libunirdma-rdmav34.so`: the provider by which rdma-core's own libibverbs uses a vRNIC in a virtual machine.
+//! `libunirdma-rdmav34.so`: the provider by which rdma-core's libibverbs uses a vRNIC in a virtual machine.
 //!
-//! Control commands go through libibverbs to the kernel driver, which makes the rings; posting and polling never enter the kernel.
-//! It knows the private interface of rdma-core 44 to 56, the rings of `mem` and `queues`, and the structures of libibverbs. It must
-//! never unwind or abort: what the kernel answers is checked before it is used, and everything fails with an errno.
+//! Control commands go through libibverbs to the kernel driver, which makes the rings; posting and polling never enter
+//! the kernel. The provider knows the private interface of rdma-core 44 to 56, the rings of `mem` and `queues`, and the
+//! structures of libibverbs. It must never unwind or abort: answers of the kernel are checked before they are used, and
+//! everything fails with an errno.
 //!
-//! Locks belong to queues: each SQ, RQ, SRQ and CQ has one. Whoever holds those of a QP's SQ and RQ, in this order, may take that of a CQ.
-//! A command that changes a queue is made with the lock of that queue, and so is the one that wakes the device for a post.
+//! Locks belong to queues: each SQ, RQ, SRQ and CQ has one. A thread takes the lock of a QP's SQ first, then its RQ's,
+//! then a CQ's. A command that changes a queue is made with the lock of that queue, and so is the command that wakes
+//! the device for a post.
 #![allow(missing_docs)]
 
 mod ah;
@@ -23,8 +25,9 @@ mod xrc;
 
 use ibverbs::*;
 
-/// Which devices are ours. The kernel driver has no driver ID of its own, by which libibverbs would know them. The virtio device is
-/// the parent in sysfs of the RDMA device, or its PCI function is; and the name is what udev has not changed.
+/// Patterns of our devices. The kernel driver has no driver ID of its own by which libibverbs would recognize them. The
+/// parent of the RDMA device in sysfs is the virtio device or its PCI function; the last pattern is the device's name,
+/// if udev has not changed it.
 static MATCHES: [verbs_match_ent; 4] = [
     verbs_match_ent::modalias(c"virtio:d0000002Av*"),
     verbs_match_ent::pci(0x1af4, 0x106a),
@@ -105,7 +108,7 @@ static OPERATIONS: verbs_context_ops = verbs_context_ops {
     ..verbs_context_ops::NONE
 };
 
-/// NULL, with errno.
+/// NULL, after setting errno.
 fn null<T>(e: i32) -> *mut T {
     code(Err(e));
     std::ptr::null_mut()

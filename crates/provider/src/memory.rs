@@ -1,4 +1,4 @@
-//! What the kernel has made: rings to map, and objects for C.
+//! Memory made by the kernel or for C: rings to map, and zeroed objects.
 
 use std::alloc::{Layout, alloc_zeroed};
 use std::mem::MaybeUninit;
@@ -7,13 +7,13 @@ use std::os::fd::BorrowedFd;
 use unirdma_mem::{MapError, Span, map_device};
 use unirdma_verbs_abi::ibv_context;
 
-/// What a command was answered that makes no sense.
+/// The errno for an answer of the kernel that makes no sense.
 pub const NONSENSE: i32 = libc::EPROTO;
 
 /// Maps `size` bytes that the kernel driver offers at `offset`.
 ///
 /// # Errors
-/// Those of `mmap(2)`, or [`NONSENSE`].
+/// The errno of `mmap(2)`, or [`NONSENSE`].
 ///
 /// # Safety
 /// `ctx` is a context with an open device file.
@@ -26,7 +26,7 @@ pub unsafe fn map(ctx: *mut ibv_context, offset: u64, size: u64) -> Result<Span,
     })
 }
 
-/// Zeroed memory for an object that C knows by its address before all of it is there.
+/// Zeroed memory for an object that C knows by its address before it is complete.
 ///
 /// # Errors
 /// `ENOMEM`.

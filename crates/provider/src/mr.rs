@@ -1,4 +1,4 @@
-//! Memory regions. The kernel driver pins them and tells the device where they are.
+//! Memory regions. The kernel driver pins them and tells the device their addresses.
 
 use std::ffi::c_void;
 use std::os::raw::c_int;

@@ -42,7 +42,7 @@ pub unsafe extern "C" fn dealloc(mw: *mut ibv_mw) -> c_int {
     }
 }
 
-/// Windows of type 1.
+/// Binds a window of type 1.
 pub unsafe extern "C" fn bind(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: *mut ibv_mw_bind) -> c_int {
     // SAFETY: the caller passes its QP, window and attributes.
     let (obj, w, b) = unsafe { (&*qp.cast::<QpObj>(), &mut *mw, &*bind) };

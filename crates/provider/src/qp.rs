@@ -23,7 +23,7 @@ use crate::{ah, code, done, kernel, null};
 #[repr(C)]
 pub struct QpObj {
     c: ibv_qp_ex,
-    /// `comp_mask` and `xrcd` of libibverbs' `verbs_qp`, as versions since 45 have them.
+    /// `comp_mask` and `xrcd` of libibverbs' `verbs_qp`, in the layout of versions since 45.
     mask: u64,
     xrcd: usize,
     ctx: Arc<Shared>,
@@ -68,7 +68,7 @@ impl QpObj {
     }
 }
 
-/// Rings of a QP as the kernel has made them, and what their slots have room for.
+/// The rings of a QP, and the capacity of their slots.
 struct Made {
     rings: QpRings,
     max_inline: u32,
@@ -76,7 +76,7 @@ struct Made {
     max_recv_sge: u32,
 }
 
-/// What the kernel has made.
+/// Maps the rings that the kernel has made.
 ///
 /// # Safety
 /// `ctx` is an open context.
@@ -167,7 +167,7 @@ unsafe fn make(ctx: *mut ibv_context, a: &mut ibv_qp_init_attr_ex, extended: boo
     }
     // SAFETY: by the contract.
     let (shared, alone) = unsafe { (shared(ctx), has_thread_domain(a.pd)) };
-    // Events name the QP by its address.
+    // Events name the QP by its address, so the address must not change.
     let mut object = room::<QpObj>()?;
     let obj = object.as_mut_ptr();
     let (mut cmd, mut resp) = (CreateQp::new(), QpAnswer::new());
@@ -190,11 +190,11 @@ unsafe fn make(ctx: *mut ibv_context, a: &mut ibv_qp_init_attr_ex, extended: boo
         fill(obj, shared, typ, made, alone);
         (&raw mut (*obj).builder).write(extended.then(|| Box::new(Builder::new())));
     }
-    // All is initialized: zeros are a valid value of the rest.
+    // Everything is initialized: zeros are valid for the remaining members.
     Ok(Box::into_raw(object).cast())
 }
 
-/// Initializes what all QPs have; zeros are a valid value of the rest.
+/// Initializes the members that all QPs have. Zeros are valid for the remaining members.
 ///
 /// # Safety
 /// `obj` is zeroed room for a QP, which libibverbs has filled in.
@@ -212,12 +212,12 @@ unsafe fn fill(obj: *mut QpObj, shared: Arc<Shared>, typ: QpType, made: Made, al
     }
 }
 
-/// The target of an XRC connection that somebody made.
+/// Opens the target of an XRC connection that somebody has made.
 pub unsafe extern "C" fn open(ctx: *mut ibv_context, attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
     // SAFETY: the caller passes its context and attributes.
     let (shared, typ) = unsafe { (shared(ctx), QpType::from_raw((*attr).qp_type)) };
     let (Some(typ @ QpType::XrcRecv), Ok(made)) = (typ, nothing_to_post()) else { return null(libc::EINVAL) };
-    // Events name the QP by its address.
+    // Events name the QP by its address, so the address must not change.
     let mut object = match room::<QpObj>() {
         Ok(object) => object,
         Err(e) => return null(e),
@@ -275,7 +275,8 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_qp_init
 /// `IBV_QP_EX_WITH_FLUSH`, which libibverbs has since version 45.
 const FLUSH: u64 = 1 << 11;
 
-/// Gives a QP its functions, and lets `ibv_qp_to_qp_ex(3)` find them. `flushes`: it was made for FLUSH too.
+/// Gives a QP the functions of `ibv_wr_*`, and lets `ibv_qp_to_qp_ex(3)` find them. `flushes`: it was also created for
+/// FLUSH.
 fn show_extended(obj: &mut QpObj, flushes: bool) {
     /// `VERBS_QP_EX` in the `comp_mask` of a `verbs_qp`.
     const EXTENDED: u64 = 2;
@@ -284,7 +285,7 @@ fn show_extended(obj: &mut QpObj, flushes: bool) {
     if flushes {
         return;
     }
-    // Before version 45 the mask was where `wr_flush` is now, which nobody calls without having asked for it.
+    // Before version 45 the mask was in the place of `wr_flush`, which nobody calls without having asked for it.
     let old_mask = (&raw mut obj.c.wr_flush).cast::<u64>();
     // SAFETY: the member has 8 bytes, and any value but 0 is a function to it.
     unsafe { old_mask.write(EXTENDED) };
@@ -296,7 +297,7 @@ pub unsafe extern "C" fn destroy(qp: *mut ibv_qp) -> c_int {
     if r == 0 {
         // SAFETY: boxed by `make`.
         let obj = unsafe { Box::from_raw(qp.cast::<QpObj>()) };
-        // A program may find no completion of what is gone.
+        // A program must find no completion of a QP that is gone.
         obj.cqs().for_each(|cq| cq.forget(obj.c.qp_base.qp_num));
     }
     code(done(r))
@@ -329,7 +330,7 @@ pub unsafe extern "C" fn query(
     code(done(unsafe { ibv_cmd_query_qp(qp, attr, mask, init, &mut QueryQp::new(), QueryQp::SIZE) }))
 }
 
-/// Sends that are being posted. They are published when it is dropped, and the bell rings once.
+/// Sends that are being posted. On drop they are published, and the bell rings once.
 pub struct Sends<'a> {
     qp: &'a QpObj,
     sq: Held<'a, WorkQueue>,
@@ -373,7 +374,7 @@ impl Drop for Sends<'_> {
 pub unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
-    // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
+    // Before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
     if obj.state() < QpState::Rts as u32 {
         return refuse(wr, bad);
     }
@@ -392,7 +393,7 @@ pub unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *
 pub unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> c_int {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
-    // Nothing may be posted in RESET, nor to a QP whose receives are shared.
+    // Nothing may be posted in RESET, nor to a QP with an SRQ.
     let shared = !obj.c.qp_base.srq.is_null() || matches!(obj.typ, QpType::XrcSend | QpType::XrcRecv);
     if obj.state() == QpState::Reset as u32 || shared {
         return refuse(wr, bad);
@@ -412,7 +413,7 @@ pub unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *
     code(r)
 }
 
-/// Posts none of a list of work requests.
+/// Refuses a list of work requests without posting any.
 fn refuse<W>(wr: *mut W, bad: *mut *mut W) -> c_int {
     // SAFETY: NULL or room for the first request that was not posted.
     if let Some(bad) = unsafe { bad.as_mut() } {
@@ -421,8 +422,8 @@ fn refuse<W>(wr: *mut W, bad: *mut *mut W) -> c_int {
     code(Err(libc::EINVAL))
 }
 
-// SAFETY: a QP that `builder::fill` was called for has a builder. Its batch has the lock of the SQ, and is gone before the QP:
-// wr_complete and wr_abort end it.
+// SAFETY: a QP for which `builder::fill` was called has a builder. Its batch has the lock of the SQ, and is gone before
+// the QP: wr_complete and wr_abort end it.
 unsafe impl ExtendedQp for QpObj {
     type Batch = Sends<'static>;
 
@@ -434,7 +435,7 @@ unsafe impl ExtendedQp for QpObj {
     unsafe fn begin(qp: *mut ibv_qp_ex) -> (Sends<'static>, Result<(), i32>) {
         // SAFETY: by the contract.
         let obj = unsafe { &*qp.cast::<QpObj>() };
-        // In the states before RTS nothing may be posted.
+        // Before RTS nothing may be posted.
         let may = if obj.state() < QpState::Rts as u32 { Err(libc::EINVAL) } else { Ok(()) };
         (obj.begin_sends(), may)
     }

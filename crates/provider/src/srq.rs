@@ -25,7 +25,7 @@ struct SrqObj {
     rq: QueueLock<WorkQueue>,
 }
 
-/// The ring that the kernel has made.
+/// Maps the ring that the kernel has made.
 ///
 /// # Safety
 /// `ctx` is an open context.
@@ -37,7 +37,7 @@ unsafe fn ring(ctx: *mut ibv_context, r: &kernel::SrqResp) -> Result<(Span, QpRi
     Ok((ctrl, rings))
 }
 
-/// How a ring of the kernel lies in memory.
+/// The layout of a ring of the kernel.
 fn layout(entries: u32, stride: u32) -> Result<abi::QpLayout, i32> {
     let least = abi::RQ_DATA as u32 + size_of::<abi::Sge>() as u32;
     if !entries.is_power_of_two() || stride < least || stride % 16 != 0 {
@@ -47,7 +47,7 @@ fn layout(entries: u32, stride: u32) -> Result<abi::QpLayout, i32> {
     Ok(abi::QpLayout { rq_entries: entries, rq_stride: stride, ..no_sq })
 }
 
-/// A ring at `offset` of what is mapped, with its control block.
+/// A ring at `offset` of a mapping, with its control block.
 fn rings(ctrl: &Span, memory: &Span, offset: u64, layout: abi::QpLayout) -> Result<QpRings, i32> {
     let ring = memory.sub(offset, layout.rq_bytes() as u64).ok_or(NONSENSE)?;
     QpRings::receive_only(ctrl.clone(), ring, layout).ok_or(NONSENSE)
@@ -56,14 +56,14 @@ fn rings(ctrl: &Span, memory: &Span, offset: u64, layout: abi::QpLayout) -> Resu
 /// Makes an SRQ.
 ///
 /// # Safety
-/// The PD and what else the attributes name are the caller's.
+/// The PD and the other objects that the attributes name are the caller's.
 unsafe fn make(init: &mut ibv_srq_init_attr_ex) -> Result<*mut SrqObj, i32> {
     let pd = init.pd;
     // SAFETY: by the contract.
     let (ctx, alone) = unsafe { ((*pd).context, has_thread_domain(pd)) };
     // SAFETY: a PD's context is open.
     let shared = unsafe { shared(ctx) };
-    // Events name the SRQ by its address.
+    // Events name the SRQ by its address, so the address must not change.
     let mut object = room::<SrqObj>()?;
     let obj = object.as_mut_ptr();
     let (mut cmd, mut resp) = (CreateXsrq::new(), SrqAnswer::new());
@@ -80,14 +80,14 @@ unsafe fn make(init: &mut ibv_srq_init_attr_ex) -> Result<*mut SrqObj, i32> {
         };
         let room = (resp.driver.stride - abi::RQ_DATA as u32) / size_of::<abi::Sge>() as u32;
         init.attr.max_sge = init.attr.max_sge.min(room);
-        // libibverbs does so for ibv_create_srq(3) alone.
+        // libibverbs sets these only for ibv_create_srq(3).
         ((*obj).c.srq.srq_context, (*obj).c.srq.pd) = (init.srq_context, pd);
         (&raw mut (*obj).ctx).write(shared);
         (&raw mut (*obj).max_sge).write(init.attr.max_sge);
         (&raw mut (*obj).ctrl).write(ctrl);
         (&raw mut (*obj).rq).write(QueueLock::new(WorkQueue::new(rings), alone));
     }
-    // All is initialized: zeros are a valid value of the rest.
+    // Everything is initialized: zeros are valid for the remaining members.
     Ok(Box::into_raw(object).cast())
 }
 
@@ -134,7 +134,7 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_srq_ini
     unsafe { make(a) }.map_or_else(null, |o| o.cast())
 }
 
-/// By which number requests of XRC name it.
+/// The number by which XRC requests name it.
 pub unsafe extern "C" fn number(srq: *mut ibv_srq, number: *mut u32) -> c_int {
     // SAFETY: the caller passes its SRQ, and room for a number.
     unsafe {
@@ -151,7 +151,7 @@ pub unsafe extern "C" fn modify(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask
     if mask & !(MAX_WR | LIMIT) != 0 {
         return code(Err(libc::EINVAL));
     }
-    // One after the other: it must be known whether the ring is another one.
+    // One after the other: it must be known whether the ring was replaced.
     // SAFETY: the caller passes its SRQ and attributes.
     unsafe {
         let resized = if mask & MAX_WR != 0 { resize(&mut *srq, attr) } else { Ok(()) };
@@ -170,7 +170,7 @@ unsafe fn resize(srq: &mut ibv_srq, attr: *mut ibv_srq_attr) -> Result<(), i32> 
     let (srq, ctx) = (std::ptr::from_mut(srq), srq.context);
     // SAFETY: by the contract.
     let obj = unsafe { &*srq.cast::<SrqObj>() };
-    // Nothing is posted while the kernel copies what waits.
+    // Nothing is posted while the kernel copies the waiting receives.
     let mut rq = obj.rq.lock();
     let mut resp = kernel::ResizeSrqResp::default();
     let mut cmd = ModifySrq::answer(&mut resp);
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn post_recv(srq: *mut ibv_srq, wr: *mut ibv_recv_wr, bad:
             false => rq.put_receive(r.wr_id, sges(r.sg_list, r.num_sge)?, obj.max_sge),
         })
     };
-    // An SRQ has no doorbell: QPs look for its receives by themselves.
+    // An SRQ has no doorbell: the device looks for its receives when a QP needs one.
     rq.publish_receives();
     code(r)
 }

@@ -1,4 +1,4 @@
-//! XRC domains. The kernel knows which file one belongs to, and who shares it.
+//! XRC domains. The kernel knows the file of a domain, and the processes that share it.
 
 use std::os::raw::c_int;
 

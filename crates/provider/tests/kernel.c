@@ -1,6 +1,6 @@
 /*
- * libibverbs and the kernel driver, as far as the provider sees them: commands are answered from tables, and what would be mapped
- * of the device lies in a memory file, where the test plays the device.
+ * Stands in for libibverbs and the kernel driver, as the provider sees them. Commands are answered from tables. The
+ * memory that the device would offer for mapping is a memory file, through which the test plays the device.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -12,15 +12,15 @@
 
 #define AREAS 64
 
-/* What the test looks at and changes. */
+/* State that the test reads and changes. */
 int fake_fd = -1;
 unsigned long fake_areas[AREAS];
 int fake_num_areas;
 int fake_notified;
 int fake_destroyed;
-/* Not 0: the next command fails with it. */
+/* If not 0, the next command fails with it. */
 int fake_errno;
-/* Not 0: answers make no sense. */
+/* If not 0, answers make no sense. */
 int fake_nonsense;
 const void *fake_device_ops;
 const void *fake_context_ops;
@@ -325,7 +325,7 @@ int ibv_cmd_create_srq_ex(struct ibv_context *c, struct verbs_srq *srq, struct i
 	return 0;
 }
 
-/* A larger one has its ring where the command says. */
+/* A larger SRQ has its ring where the command says. */
 int ibv_cmd_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int mask, uint64_t *cmd, size_t cmd_size)
 {
 	struct {

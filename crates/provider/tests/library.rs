@@ -1,4 +1,4 @@
-//! The built library: what it needs, and that libibverbs of this machine takes it.
+//! The built library: the libraries that it needs, and that libibverbs of this machine loads it.
 
 mod common;
 
@@ -41,7 +41,7 @@ fn libibverbs_of_this_machine_loads_it() {
     if let Err(e) = common::load(Path::new("libibverbs.so.1")) {
         return println!("skipped: {e}");
     }
-    // At the load it calls verbs_register_driver_34; all its symbols are found then.
+    // When it is loaded it calls verbs_register_driver_34; all its symbols are resolved then.
     if let Err(e) = common::load(&common::provider()) {
         // Other versions of libibverbs look for providers with another name.
         assert!(e.contains("IBVERBS_PRIVATE_34"), "{e}");
@@ -90,7 +90,7 @@ fn structures_are_those_of_the_installed_headers() {
         ibv_async_event { element, event_type }
         ibv_device_attr { fw_ver, node_guid, max_qp, phys_port_cnt }
     };
-    // It has grown since the oldest version that the provider serves, so only its begin is the same.
+    // It has grown since the oldest version that the provider serves, so only its beginning is the same.
     c += &layouts! { ibv_qp_ex { qp_base, wr_id, wr_flags, wr_send, wr_set_sge, wr_start, wr_complete, wr_atomic_write } }
         .replace("_Static_assert(sizeof(struct ibv_qp_ex) == 360", "_Static_assert(sizeof(struct ibv_qp_ex) <= 360");
     c += "_Static_assert(offsetof(struct verbs_context, context) == 320, \"verbs_context\");\n";

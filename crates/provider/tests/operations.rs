@@ -1,5 +1,5 @@
-//! The operations of the built library, with `kernel.c` in the place of libibverbs and the kernel. The test plays the device: it maps
-//! the same memory. One test, since the library has one kernel.
+//! The operations of the built library, with `kernel.c` in the place of libibverbs and the kernel. The test plays the
+//! device: it maps the same memory. There is one test, because the library has one kernel.
 
 mod common;
 
@@ -45,7 +45,7 @@ impl Kernel {
         unsafe { *self.at(name) = v }
     }
 
-    /// What the process has mapped as the last of `n` areas.
+    /// Maps the last area that the process was given.
     fn area(&self, len: u64) -> Span {
         let n = self.get("num_areas") as usize;
         // SAFETY: the descriptor and the offsets of the areas so far.
@@ -94,7 +94,8 @@ fn a_program_can_do_all_that_the_kernel_allows() {
     }
     let k = Kernel(common::load(&out).unwrap());
     common::load(&common::provider()).unwrap();
-    // SAFETY: the provider has registered its table, and calls below are those of libibverbs, with objects of the test.
+    // SAFETY: the provider has registered its table, and the calls below are made as libibverbs makes them, with
+    // objects of the test.
     unsafe { play(&k) }
 }
 
@@ -107,7 +108,7 @@ unsafe fn play(k: &Kernel) {
         assert_eq!(std::ffi::CStr::from_ptr(device.name), c"unirdma");
         let dev = (device.alloc_device)(null_mut());
 
-        // The first context fails, and leaves nothing.
+        // The first context fails, and leaves nothing behind.
         k.set("errno", libc::ENODEV);
         assert!((device.alloc_context)(dev.cast(), -1, null_mut()).is_null());
         assert_eq!((errno(), k.get("destroyed")), (libc::ENODEV, 1));
@@ -127,7 +128,7 @@ unsafe fn play(k: &Kernel) {
         k.set("errno", libc::ENOMEM);
         assert!(ops.reg_mr.unwrap()(pd, null_mut(), 10, 0, 7).is_null() && errno() == libc::ENOMEM);
 
-        // Answers that make no sense are refused, and what the kernel has made is given back.
+        // Answers that make no sense are refused, and the objects that the kernel has made are destroyed.
         let gone = k.get("destroyed");
         k.set("nonsense", 1);
         let (create_cq, create_qp) = (ops.create_cq.unwrap(), ops.create_qp.unwrap());
@@ -148,7 +149,7 @@ unsafe fn play(k: &Kernel) {
         let rings = device_qp(k);
         assert_eq!(init.cap.max_inline_data, 128);
 
-        // Posting: nothing before the state allows it.
+        // Posting: nothing may be posted in the first states.
         let mut bad = null_mut();
         let mut list = [ibv_sge { addr: 0x10, length: 5, lkey: 6 }];
         let mut wr = send(WrOpcode::Write, &mut list);
@@ -201,7 +202,7 @@ unsafe fn play(k: &Kernel) {
         assert_eq!(poll(cq, 4, wc.as_mut_ptr()), 0, "a QP that starts over has no completions");
         assert_eq!((rings.sq_pending(0), rings.rq_pending(0)), (Ok(0), Ok(0)));
 
-        // A datagram names the AH as the device does.
+        // A datagram names the AH by the device's handle.
         let ah = ops.create_ah.unwrap()(pd, &mut std::mem::zeroed());
         init.qp_type = 4;
         let ud = create_qp(pd, &mut init);
@@ -213,7 +214,7 @@ unsafe fn play(k: &Kernel) {
         assert_eq!((ud_rings.sq_head(0).ah, (*ah).handle), (0x77, 1));
         assert_eq!(ops.destroy_ah.unwrap()(ah), 0);
 
-        // A QP that is gone leaves no completions.
+        // A destroyed QP leaves no completions.
         let gone = (*ud).qp_num;
         cq_device.push(abi::Cqe { qp_num: gone, ..Default::default() }).unwrap();
         cq_device.push(cqe(6)).unwrap();
@@ -231,7 +232,7 @@ unsafe fn play(k: &Kernel) {
             let r = ops.post_srq_recv.unwrap()(srq, &mut recv, null_mut());
             assert_eq!(r, if i < 4 { 0 } else { libc::ENOMEM });
         }
-        // Another ring has the indices of the first, and room for more.
+        // The new ring has the indices of the first, and more room.
         srq_init.attr.max_wr = 8;
         let modify_srq = ops.modify_srq.unwrap();
         assert_eq!(modify_srq(srq, &mut srq_init.attr, 4), libc::EINVAL);
@@ -255,7 +256,7 @@ unsafe fn play(k: &Kernel) {
         play_xrc(k, ops, ctx, pd);
         play_windows(k, ops, pd, qp);
 
-        // The device is gone: the program was told so.
+        // The device is gone, and the program was told.
         let mut fatal = ibv_async_event { element: null_mut(), event_type: 8 };
         ops.async_event.unwrap()(ctx, &mut fatal);
         (*qp).state = 3;
@@ -323,7 +324,7 @@ unsafe fn play_extended(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_conte
         init.send_ops_flags = 1 << 2 | 1;
         let qp = create(ctx, &mut init);
         let rings = device_qp(k);
-        // Where libibverbs looks in versions 44 and 56.
+        // The places of the mask in versions 44 and 56 of libibverbs.
         let mask = |at| *qp.cast::<u8>().add(at).cast::<u32>();
         assert_eq!((mask(352), mask(360)), (2, 2));
         let x = qp.cast::<ibv_qp_ex>();
@@ -345,7 +346,7 @@ unsafe fn play_extended(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_conte
         (*x).wr_abort.unwrap()(x);
         assert_eq!(rings.sq_pending(0), Ok(2));
         assert_eq!(ops.destroy_qp.unwrap()(qp), 0);
-        // FLUSH takes the place where older versions have the mask.
+        // FLUSH takes the place in which older versions have the mask.
         (init.qp_type, init.send_ops_flags, init.pd) = (2, 1 << 11, domain);
         let qp = create(ctx, &mut init);
         let x = qp.cast::<ibv_qp_ex>();
@@ -361,7 +362,7 @@ unsafe fn play_extended(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_conte
     }
 }
 
-/// XRC domains, and what is in them.
+/// XRC domains and their objects.
 ///
 /// # Safety
 /// As of [`play`].
@@ -401,7 +402,7 @@ unsafe fn play_xrc(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_context, p
         assert_eq!((*same).qp_num, 0x77);
         assert_eq!((ops.destroy_qp.unwrap()(same), ops.destroy_qp.unwrap()(target)), (0, 0));
 
-        // An initiator says for which SRQ a request is.
+        // An initiator names the SRQ of each request.
         (init.qp_type, init.comp_mask, init.pd, init.send_cq) = (9, 1, pd, cq);
         let initiator = create(ctx, &mut init);
         let rings = device_qp(k);

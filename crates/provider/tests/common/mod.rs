@@ -1,4 +1,4 @@
-//! What the tests of the built library share.
+//! Functions that the tests of the built library share.
 
 use std::ffi::{CStr, CString, c_void};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,8 @@ pub fn provider() -> PathBuf {
     path
 }
 
-/// Runs the C compiler. False if there is none, or the headers of libibverbs are missing (package libibverbs-dev).
+/// Runs the C compiler. Returns false if there is none, or if the headers of libibverbs are missing (package
+/// libibverbs-dev).
 pub fn compile(args: &[&str], source: &Path, out: &Path) -> bool {
     let probe = Path::new("/usr/include/infiniband/verbs.h").exists();
     let mut cc = Command::new("cc");
@@ -28,10 +29,10 @@ pub fn compile(args: &[&str], source: &Path, out: &Path) -> bool {
     }
 }
 
-/// Loads a library, whose symbols are there for those that are loaded later.
+/// Loads a library. Libraries that are loaded later can use its symbols.
 ///
 /// # Errors
-/// What the loader says.
+/// The loader's message.
 pub fn load(path: &Path) -> Result<*mut c_void, String> {
     let name = CString::new(path.to_str().unwrap()).unwrap();
     // SAFETY: a name; what runs at the load is what the test is about.
