@@ -2,8 +2,8 @@
 /*
  * Areas: rings, control blocks and doorbell pages, which the device shares with
  * one process, or with the kernel. An area is a few pieces of contiguous pages.
- * One that is not contiguous as a whole gets a bus address range by MAP_RUNS,
- * and, if it is the kernel's, a virtual one by vmap().
+ * If there is more than one piece, the area gets a bus address range by
+ * MAP_RUNS and, if it is the kernel's, a virtual one by vmap().
  *
  * A process's pages are mapped one by one, each mapping with a reference. So a
  * process that keeps its mapping after the object is gone reaches pages that
@@ -27,7 +27,7 @@ static void unirdma_area_free(struct unirdma_area *area)
 	kvfree(area);
 }
 
-/* Allocates the pages, in pieces as long as there are. */
+/* Allocates the pages, in pieces as large as possible. */
 static struct unirdma_area *unirdma_area_alloc(size_t size, gfp_t gfp)
 {
 	const size_t num = DIV_ROUND_UP(size, PAGE_SIZE);
@@ -61,7 +61,9 @@ static struct unirdma_area *unirdma_area_alloc(size_t size, gfp_t gfp)
 	return area;
 }
 
-/* Writes the contiguous pieces to @runs, if it has room; returns their number. */
+/*
+ * Writes the contiguous pieces to @runs, if it has room. Returns their number.
+ */
 static unsigned int unirdma_area_runs(const struct unirdma_area *area,
 				      struct unirdma_run *runs,
 				      unsigned int room)
@@ -86,7 +88,7 @@ static unsigned int unirdma_area_runs(const struct unirdma_area *area,
 	return n;
 }
 
-/* Gives the area its bus address. */
+/* Gives the area a bus address. */
 static int unirdma_area_map(struct unirdma_dev *dev, struct unirdma_area *area)
 {
 	struct unirdma_rsp_map_runs rsp;
@@ -129,7 +131,7 @@ static void unirdma_area_unmap(struct unirdma_dev *dev,
 		unirdma_cmd_destroy(dev, UNIRDMA_UNMAP_RUNS, area->map);
 }
 
-/* For the process of @ibuc, to map it, or for the kernel if that is NULL. */
+/* Makes the area known to the process of @ibuc, or, if NULL, to the kernel. */
 static int unirdma_area_show(struct unirdma_area *area,
 			     struct ib_ucontext *ibuc)
 {
@@ -144,7 +146,7 @@ static int unirdma_area_show(struct unirdma_area *area,
 	return area->ptr ? 0 : -ENOMEM;
 }
 
-/* Makes a zeroed area, of a process or, without @ibuc, of the kernel. */
+/* Makes a zeroed area for a process or, without @ibuc, for the kernel. */
 struct unirdma_area *unirdma_area_create(struct unirdma_dev *dev,
 					 struct ib_ucontext *ibuc, size_t size)
 {
@@ -177,7 +179,7 @@ static void unirdma_area_drop(struct unirdma_dev *dev,
 		unirdma_area_free(area);
 }
 
-/* The objects of the device that use it are gone, or the device is lost. */
+/* The device's objects that use it are gone, or the device is lost. */
 void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area)
 {
 	unirdma_area_unmap(dev, area);
@@ -187,7 +189,7 @@ void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area)
 		unirdma_area_drop(dev, area);
 }
 
-/* Copies between the pages, however the two are mapped. */
+/* Copies between the pages, however both areas are mapped. */
 void unirdma_area_copy(struct unirdma_area *to, size_t to_offset,
 		       const struct unirdma_area *from, size_t from_offset,
 		       size_t length)
@@ -206,7 +208,7 @@ void unirdma_area_copy(struct unirdma_area *to, size_t to_offset,
 	}
 }
 
-/* The last reference is gone: that of the object, or of an mmap under way. */
+/* Called when the last reference of the object or of an mmap is gone. */
 void unirdma_mmap_free(struct rdma_user_mmap_entry *entry)
 {
 	struct unirdma_area *area = container_of(entry, struct unirdma_area,
@@ -215,7 +217,7 @@ void unirdma_mmap_free(struct rdma_user_mmap_entry *entry)
 	unirdma_area_drop(to_unirdma_dev(entry->ucontext->device), area);
 }
 
-/* The device was reset. */
+/* Called after the device was reset. */
 void unirdma_free_kept_areas(struct unirdma_dev *dev)
 {
 	struct unirdma_area *area, *next;
@@ -231,7 +233,7 @@ int unirdma_mmap(struct ib_ucontext *ibuc, struct vm_area_struct *vma)
 	struct unirdma_area *area;
 	int err;
 
-	/* Finds areas of this process only, by their whole size, to share. */
+	/* Finds only areas of this process, by their whole size. */
 	entry = rdma_user_mmap_entry_get(ibuc, vma);
 	if (!entry)
 		return -EINVAL;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
 /*
- * Differences between kernels. Each HAVE_ is a program in probe/, which Kbuild
- * tries to compile.
+ * Differences between kernels. For each HAVE_ macro there is a program in
+ * probe/, which Kbuild tries to compile.
  */
 #ifndef UNIRDMA_COMPAT_H
 #define UNIRDMA_COMPAT_H

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
  * Control commands. Any number of threads may issue them; each sleeps until the
- * device has answered its own.
+ * device has answered its command.
  *
- * A device that leaves a command unanswered for the time of the parameter
- * "timeout" is lost, and so is one that has lost its objects. A process that only
- * polls issues no commands, and a VMM does not say that the virtual layer is gone,
- * so the driver asks now and then by itself. Its virtqueues are broken then, and all
- * commands fail with -EIO. It is not reset before the driver lets go of it,
- * because QEMU, and the guest with it, waits for a device that hangs. So it may
- * still write to memory that it knew: commands in flight, areas and MRs stay
- * until the reset.
+ * A device is lost if it leaves a command unanswered for the time of the
+ * parameter "timeout", or if it has lost its objects. A process that only polls
+ * issues no commands, and a VMM does not report that the virtual layer is gone,
+ * so the driver itself sends a command now and then. The virtqueues of a lost
+ * device are broken, and all commands fail with -EIO. The device is not reset
+ * before the driver is unbound, because QEMU, and the guest with it, waits for
+ * a device that hangs. So the device may still write to memory that it knew:
+ * commands in flight, areas and MRs stay until the reset.
  */
 #include <linux/kref.h>
 #include <linux/module.h>
@@ -84,7 +84,7 @@ void unirdma_control_done(struct virtqueue *vq)
 	spin_unlock_irqrestore(&control->lock, flags);
 }
 
-/* Fails the commands in flight, and all later. Returns true the first time. */
+/* Fails the commands in flight, and later ones. Returns true the first time. */
 static bool unirdma_give_up(struct unirdma_dev *dev)
 {
 	struct unirdma_control *control = &dev->control;
@@ -111,11 +111,11 @@ void unirdma_lost(struct unirdma_dev *dev, const char *why)
 		"%s: the device counts as lost until the driver is bound again\n",
 		why);
 	virtio_break_device(dev->vdev);
-	/* It tells the users. */
+	/* The work tells the users. */
 	queue_work(dev->wq, &dev->async_work);
 }
 
-/* Whether it still answers. A lost device is asked no more. */
+/* Checks whether the device still answers, unless it is lost already. */
 static void unirdma_beat_work(struct work_struct *work)
 {
 	struct unirdma_dev *dev = container_of(to_delayed_work(work),
@@ -127,13 +127,15 @@ static void unirdma_beat_work(struct work_struct *work)
 		unirdma_beat(dev);
 }
 
-/* Asks in a while. A processor that sleeps is not woken for it. */
+/* Schedules the next check. A processor that sleeps is not woken for it. */
 void unirdma_beat(struct unirdma_dev *dev)
 {
 	queue_delayed_work(dev->wq, &dev->beat, unirdma_timeout() / 3);
 }
 
-/* Resets the device, after which it touches no memory, and frees what waits. */
+/*
+ * Resets the device, so that it touches no memory, and frees waiting commands.
+ */
 void unirdma_stop(struct unirdma_dev *dev)
 {
 	struct unirdma_pending *p;
@@ -146,14 +148,14 @@ void unirdma_stop(struct unirdma_dev *dev)
 
 	while ((p = virtqueue_detach_unused_buf(dev->control.vq)))
 		unirdma_pending_put(p);
-	/* Lost, by what was done above, so that it is kept until now. */
+	/* The device is lost by now, so the area was kept until now. */
 	if (dev->db)
 		unirdma_area_destroy(dev, dev->db);
 	unirdma_free_kept_areas(dev);
 	unirdma_free_kept_mrs(dev);
 }
 
-/* The virtqueue is there. */
+/* Called when the virtqueue exists. */
 void unirdma_control_init(struct unirdma_dev *dev)
 {
 	struct unirdma_control *control = &dev->control;
@@ -255,7 +257,7 @@ int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
 	status = header->code;
 	err = unirdma_errno(status);
 	if (p->written < head || (!err && p->written < p->rsp_len)) {
-		/* Nobody knows what the device has done. */
+		/* The state of the device is unknown. */
 		unirdma_lost(dev, "An answer is too short");
 		err = -EIO;
 	} else if (err) {
@@ -271,7 +273,7 @@ out:
 
 /*
  * Destroys an object of the device. Succeeds if the device is lost: the memory
- * of its objects is kept, see above.
+ * of the object is kept then, see above.
  */
 int unirdma_cmd_destroy(struct unirdma_dev *dev, enum unirdma_command command,
 			u32 handle)
@@ -282,7 +284,9 @@ int unirdma_cmd_destroy(struct unirdma_dev *dev, enum unirdma_command command,
 	return unirdma_is_lost(dev) ? 0 : err;
 }
 
-/* Destroys an object whose memory will be freed, whatever the device says. */
+/*
+ * Destroys an object whose memory will be freed, whatever the device answers.
+ */
 void unirdma_cmd_undo(struct unirdma_dev *dev, enum unirdma_command command,
 		      u32 handle)
 {

@@ -17,7 +17,7 @@ static bool unirdma_cqe_ok(struct unirdma_dev *dev, unsigned int cqe)
 				     UNIRDMA_MAX_ENTRIES);
 }
 
-/* What kernel users poll. */
+/* Initializes the part of a CQ that kernel users poll. */
 static void unirdma_kernel_cq(struct unirdma_cq *cq)
 {
 	spin_lock_init(&cq->lock);
@@ -110,8 +110,8 @@ static int unirdma_destroy_cq(struct ib_cq *ibcq, struct ib_udata *udata)
 }
 
 /*
- * The process goes on with the new area, once it has taken what is left in the
- * old one; its mapping keeps that alive.
+ * The process uses the new area once it has taken the completions that are left
+ * in the old one. The process's mapping keeps the old area alive.
  */
 static int unirdma_resize_cq(struct ib_cq *ibcq, unsigned int cqe,
 			     struct ib_udata *udata)
@@ -125,7 +125,7 @@ static int unirdma_resize_cq(struct ib_cq *ibcq, unsigned int cqe,
 	u32 entries;
 	int err;
 
-	/* Those of kernel users keep their size. */
+	/* CQs of kernel users keep their size. */
 	if (!udata)
 		return -EOPNOTSUPP;
 	err = unirdma_check_udata(udata, sizeof(answer));
@@ -145,7 +145,7 @@ static int unirdma_resize_cq(struct ib_cq *ibcq, unsigned int cqe,
 	answer.ring_offset = UNIRDMA_CTRL_SIZE;
 	answer.entries = entries;
 	answer.cqn = cq->cqn;
-	/* First: there is no way back from the command. */
+	/* Before the command, which cannot be undone. */
 	err = unirdma_answer(udata, &answer, sizeof(answer));
 	if (err)
 		goto free;
@@ -163,7 +163,7 @@ static int unirdma_resize_cq(struct ib_cq *ibcq, unsigned int cqe,
 	}
 	mutex_unlock(&cq->resize_lock);
 free:
-	/* The old one, or after an error the new one. */
+	/* The old area or, after an error, the new one. */
 	unirdma_area_destroy(dev, area);
 	return err;
 }
@@ -181,8 +181,8 @@ static int unirdma_modify_cq(struct ib_cq *ibcq, u16 count, u16 period_us)
 }
 
 /*
- * Processes arm their CQs in shared memory. For them this is how one that finds
- * need_kick in its doorbell page wakes the device.
+ * Processes arm their CQs in shared memory. They use this call to wake the
+ * device when they find need_kick in the doorbell page.
  */
 static int unirdma_req_notify_cq(struct ib_cq *ibcq,
 				 enum ib_cq_notify_flags flags)

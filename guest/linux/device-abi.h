@@ -119,7 +119,7 @@ enum unirdma_command {
 	UNIRDMA_QUERY_CLOCK = 53,
 };
 
-/* The longest request, and the longest response, with their headers. */
+/* Longest request and longest response, with their headers. */
 #define UNIRDMA_MAX_MESSAGE	1024
 
 /* @code is the command of a request, and the status of a response. */
@@ -497,7 +497,7 @@ struct unirdma_rsp_create_srq {
 
 static_assert(sizeof(struct unirdma_rsp_create_srq) == 16);
 
-/* Flags of CREATE_XRCD: there need not be one yet. */
+/* Flags of CREATE_XRCD: the domain need not exist yet. */
 #define UNIRDMA_XRCD_CREATE	2
 
 struct unirdma_req_create_xrcd {
@@ -553,7 +553,7 @@ static_assert(sizeof(struct unirdma_req_get_dma_mr) == 8);
 
 struct unirdma_req_create_mr {
 	__le32 pdn;
-	__le32 access_flags;		/* the most that it may grant */
+	__le32 access_flags;		/* most access that it may grant */
 	__le32 max_num_sg;
 	__le32 reserved;
 };
@@ -569,12 +569,12 @@ static_assert(sizeof(struct unirdma_req_create_mr) == 16);
 #define UNIRDMA_DB_SIZE		4096
 #define UNIRDMA_DB_SLOTS	4096
 
-/* Of a QP, and of an SRQ, which uses the words of the RQ. */
+/* For a QP, and for an SRQ, which uses the words of the RQ. */
 struct unirdma_qp_ctrl {
 	__le32 sq_prod;
 	__le32 rq_prod;
 	__le32 reserved[14];
-	__le32 sq_cons;			/* from here on the device writes */
+	__le32 sq_cons;			/* written by the device from here on */
 	__le32 rq_cons;
 	__le32 rq_notify;
 	__le32 reserved2[13];
@@ -586,7 +586,7 @@ struct unirdma_cq_ctrl {
 	__le32 cons;
 	__le32 arm;
 	__le32 reserved[14];
-	__le32 prod;			/* from here on the device writes */
+	__le32 prod;			/* written by the device from here on */
 	__le32 error;
 	__le32 reserved2[14];
 };
@@ -596,7 +596,7 @@ static_assert(sizeof(struct unirdma_cq_ctrl) == UNIRDMA_CTRL_SIZE);
 /* Flags of the arm word, beside its sequence number. */
 #define UNIRDMA_ARM_SOLICITED	1
 #define UNIRDMA_ARM_NEXT	2
-#define UNIRDMA_ARM_FLAGS	4	/* as many values have the flags */
+#define UNIRDMA_ARM_FLAGS	4	/* number of values of the flags */
 
 struct unirdma_sq_wqe {
 	__le64 wr_id;
@@ -662,16 +662,16 @@ struct unirdma_cqe {
 
 static_assert(sizeof(struct unirdma_cqe) == UNIRDMA_CQE_SIZE);
 
-/* Opcodes that the kernel and user space do not have in common. */
+/* Opcodes in which the kernel and user space differ. */
 #define UNIRDMA_WR_REG_MR	32
 #define UNIRDMA_WC_REG_MR	32
 
-/* Flags of a CQE: those of user space, which are not the kernel's. */
+/* Flags of a CQE. They are user space's, which differ from the kernel's. */
 #define UNIRDMA_WC_GRH		BIT(0)
 #define UNIRDMA_WC_WITH_IMM	BIT(1)
 #define UNIRDMA_WC_WITH_INV	BIT(3)
 
-/* @sl of a datagram's CQE says which header it has. */
+/* @sl of a datagram's CQE says which header the datagram has. */
 #define UNIRDMA_SL_IPV6		9
 #define UNIRDMA_SL_IPV4		10
 
@@ -686,7 +686,9 @@ struct unirdma_doorbell {
 static_assert(sizeof(struct unirdma_doorbell) <= UNIRDMA_DB_SIZE);
 static_assert(offsetof(struct unirdma_doorbell, bits) == 128);
 
-/* Events (section 8). @kind of an asynchronous one is an enum ib_event_type. */
+/*
+ * Events (section 8). @kind of an asynchronous event is an enum ib_event_type.
+ */
 struct unirdma_event {
 	__le32 kind;
 	__le32 handle;

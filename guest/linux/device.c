@@ -11,9 +11,9 @@
 #define UNIRDMA_MAX_PKEYS 16	/* the ib core asks for each */
 
 /*
- * Requests of the provider have no data of their own; a later one that has
- * some means something that this driver does not know. There must be room for
- * the answer. Kernel users have no provider.
+ * Requests of the provider have no data of their own. A later provider that
+ * sends data means something that this driver does not know. There must be room
+ * for the answer. Kernel users have no provider.
  */
 int unirdma_check_udata(struct ib_udata *udata, size_t answer_len)
 {
@@ -40,20 +40,20 @@ static int unirdma_limit(__le32 limit)
 	return min_t(u32, le32_to_cpu(limit), INT_MAX);
 }
 
-/* "1.2.3" as the number that the verbs have for it. */
+/* "1.2.3" as the number that verbs use. */
 static u64 unirdma_fw_ver(const struct unirdma_rsp_query_device *a)
 {
 	unsigned int major = 0, minor = 0, patch = 0;
 	char text[sizeof(a->fw_ver) + 1] = {};
 
 	memcpy(text, a->fw_ver, sizeof(a->fw_ver));
-	/* What is not there stays 0. */
+	/* Missing numbers stay 0. */
 	if (sscanf(text, "%u.%u.%u", &major, &minor, &patch) < 1)
 		return 0;
 	return (u64)major << 32 | (u64)(u16)minor << 16 | (u16)patch;
 }
 
-/* Answers a process that wants the device's clock. */
+/* Answers a process that asks for the device's clock. */
 static int unirdma_tell_time(struct unirdma_dev *dev, struct ib_udata *udata)
 {
 	struct unirdma_query_device_resp answer = {};
@@ -74,7 +74,7 @@ static int unirdma_query_device(struct ib_device *ibdev,
 				struct ib_device_attr *to,
 				struct ib_udata *udata)
 {
-	/* What this driver does not do. */
+	/* Capabilities that this driver does not support. */
 	const u64 without = IB_DEVICE_RESIZE_MAX_WR;
 	struct unirdma_dev *dev = to_unirdma_dev(ibdev);
 	const struct unirdma_rsp_query_device *a = &dev->attr;
@@ -133,7 +133,7 @@ static void unirdma_get_fw_str(struct ib_device *ibdev, char *str)
 		 (int)sizeof(dev->attr.fw_ver), dev->attr.fw_ver);
 }
 
-/* Asks the device, or, if that is lost, tells what it last said. */
+/* Asks the device or, if it is lost, returns its last answer. */
 int unirdma_read_port(struct unirdma_dev *dev,
 		      struct unirdma_rsp_query_port *port)
 {
@@ -198,7 +198,7 @@ static int unirdma_get_port_immutable(struct ib_device *ibdev, u32 port_num,
 		return err;
 	to->pkey_tbl_len = attr.pkey_tbl_len;
 	to->gid_tbl_len = attr.gid_tbl_len;
-	/* MADs, and with them the CM, take a QP for the general services. */
+	/* MADs, and so the CM, need a QP for the general services. */
 	to->core_cap_flags = RDMA_CORE_CAP_PROT_ROCE_UDP_ENCAP |
 			     RDMA_CORE_CAP_ETH_AH;
 	if (dev->has_gsi) {
@@ -232,7 +232,7 @@ static int unirdma_query_pkey(struct ib_device *ibdev, u32 port_num, u16 index,
 }
 
 /*
- * The ib core's table is its own affair. A GID that the vRNIC does not have is
+ * The ib core keeps its own table. A GID that the vRNIC does not have is
  * refused where it is used: an error here would leave a hole in the table, and
  * be reported again at every change.
  */
@@ -294,8 +294,8 @@ static void unirdma_dealloc_ucontext(struct ib_ucontext *ibuc)
 }
 
 /*
- * Its presence lets the driver go while processes have the device open. Their
- * mappings need nothing of it; see area.c.
+ * Its presence lets the driver be unbound while processes have the device open.
+ * Their mappings need nothing from the driver; see area.c.
  */
 static void unirdma_disassociate_ucontext(struct ib_ucontext *ibuc)
 {
@@ -323,8 +323,8 @@ static int unirdma_dealloc_pd(struct ib_pd *ibpd, struct ib_udata *udata)
 }
 
 /*
- * The kernel's CM makes AHs where it must not sleep, so that no command can be
- * waited for. WQEs have the address itself.
+ * The kernel's CM makes AHs where it must not sleep, so no command can be
+ * issued. WQEs contain the address itself.
  */
 static int unirdma_create_ah(struct ib_ah *ibah, struct rdma_ah_init_attr *attr,
 			     struct ib_udata *udata)
@@ -352,7 +352,7 @@ static int unirdma_create_user_ah(struct ib_ah *ibah,
 	struct unirdma_handle rsp;
 	int err;
 
-	/* The control queue sleeps. */
+	/* Commands sleep. */
 	if (!(attr->flags & RDMA_CREATE_AH_SLEEPABLE))
 		return -EOPNOTSUPP;
 	err = unirdma_check_udata(udata, sizeof(answer));

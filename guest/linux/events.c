@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Events of the device. Completion events are handled where their interrupt
- * comes; asynchronous ones in a work, because their handlers may sleep.
+ * Events of the device. Completion events are handled in their interrupt,
+ * asynchronous events in a work, because their handlers may sleep.
  */
 #include <linux/bottom_half.h>
 #include <linux/slab.h>
@@ -39,7 +39,7 @@ int unirdma_event_queue_fill(struct unirdma_event_queue *q)
 	return 0;
 }
 
-/* Takes an event. Its buffer is the device's again, after the next kick. */
+/* Takes an event. The next kick gives its buffer back to the device. */
 static bool unirdma_event_take(struct unirdma_event_queue *q, u32 *kind,
 			       u32 *handle)
 {
@@ -84,8 +84,8 @@ static void unirdma_target_put(struct unirdma_target *target)
 }
 
 /*
- * After this no event handler of the object runs. The device has destroyed it,
- * so another may have its number already.
+ * After this no event handler of the object runs. The device has destroyed the
+ * object, so another object may have its number already.
  */
 void unirdma_target_remove(struct xarray *xa, u32 number,
 			   struct unirdma_target *target)
@@ -193,7 +193,7 @@ static void unirdma_async_event(struct unirdma_dev *dev, u32 kind, u32 handle)
 		unirdma_srq_event(dev, &event, handle);
 		break;
 	case IB_EVENT_GID_CHANGE:
-		/* If this fails the device is lost, or the old ones stay. */
+		/* If this fails the device is lost, or the old GIDs stay. */
 		unirdma_read_gids(dev);
 		queue_work(dev->wq, &dev->netdev_work);
 		fallthrough;
@@ -206,7 +206,10 @@ static void unirdma_async_event(struct unirdma_dev *dev, u32 kind, u32 handle)
 	}
 }
 
-/* The device is lost: kernel users poll, and find their requests flushed. */
+/*
+ * The device is lost: makes kernel users poll, so that they find flushed
+ * requests.
+ */
 static void unirdma_wake_pollers(struct unirdma_dev *dev)
 {
 	struct unirdma_target *target;
@@ -214,13 +217,13 @@ static void unirdma_wake_pollers(struct unirdma_dev *dev)
 	unsigned long cqn;
 
 	xa_for_each(&dev->cqs, cqn, target) {
-		/* What was found may be gone, or another. */
+		/* The CQ may be gone meanwhile, or be another one. */
 		target = unirdma_target_get(&dev->cqs, cqn);
 		if (!target)
 			continue;
 		cq = container_of(target, struct unirdma_cq, target);
 		local_bh_disable();
-		/* Who has never armed a CQ expects no call. */
+		/* A user that has never armed the CQ expects no call. */
 		if (READ_ONCE(cq->arm_seq) && cq->ibcq.comp_handler)
 			cq->ibcq.comp_handler(&cq->ibcq, cq->ibcq.cq_context);
 		local_bh_enable();

@@ -2,10 +2,11 @@
 /*
  * The addresses of the vRNIC, and the network interface that belongs to it.
  *
- * The virtual layer grants the vRNIC its addresses: the GID table of the device.
- * The ib core makes another table, from the addresses of the network interface.
- * Both agree as far as the guest has configured what was granted; indices are
- * translated by value. A GID that was not granted cannot be a source.
+ * The virtual layer grants the vRNIC its addresses: the GID table of the
+ * device. The ib core makes another table, from the addresses of the network
+ * interface. The tables have in common the granted addresses that the guest has
+ * configured; indices are translated by value. A GID that was not granted
+ * cannot be a source.
  */
 #include <linux/etherdevice.h>
 #include <linux/module.h>
@@ -104,8 +105,8 @@ int unirdma_fill_ah(struct unirdma_dev *dev, struct unirdma_ah_attr *to,
 }
 
 /*
- * The MAC address of the vRNIC: its link-local GID has it, as a modified EUI-64
- * (RFC 4291, appendix A).
+ * The MAC address of the vRNIC, which its link-local GID contains as a modified
+ * EUI-64 (RFC 4291, appendix A).
  */
 static bool unirdma_mac(struct unirdma_dev *dev, u8 *mac)
 {

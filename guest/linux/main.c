@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * uniRDMA: driver of the virtio RDMA device (ID 42) of a virtual machine. See
- * README.md for what there is and what is not.
+ * uniRDMA: driver of the virtio RDMA device (ID 42) of a virtual machine.
+ * README.md lists its features and limits.
  */
 #include <linux/module.h>
 #include <linux/netdevice.h>
@@ -42,7 +42,7 @@ static int unirdma_read_config(struct unirdma_dev *dev)
 			version, UNIRDMA_CONFIG_VERSION);
 		return -ENODEV;
 	}
-	/* What lies beyond the end reads as ones. */
+	/* Bytes beyond the end read as ones. */
 	if (dev->max_doorbells == U32_MAX) {
 		dev_err(parent,
 			"The configuration space is too small: it takes %zu bytes (QEMU: config_size=%zu)\n",
@@ -108,7 +108,9 @@ static int unirdma_find_queues(struct unirdma_dev *dev)
 	return err;
 }
 
-/* All event buffers, when the virtqueues are gone or none was filled. */
+/*
+ * Frees all event buffers, after the virtqueues are gone or if none was filled.
+ */
 static void unirdma_free_events(struct unirdma_dev *dev)
 {
 	unsigned int i;
@@ -150,7 +152,7 @@ static int unirdma_new_session(struct unirdma_dev *dev)
 	return 0;
 }
 
-/* The page for the QPs of kernel users. */
+/* Makes the doorbell page for the QPs of kernel users. */
 static int unirdma_set_doorbell(struct unirdma_dev *dev)
 {
 	struct unirdma_req_create_doorbell req;
@@ -169,7 +171,9 @@ static int unirdma_set_doorbell(struct unirdma_dev *dev)
 	return err;
 }
 
-/* The first commands. After them everything about the device is known. */
+/*
+ * Issues the first commands. After them all properties of the device are known.
+ */
 static int unirdma_start_session(struct unirdma_dev *dev)
 {
 	struct device *parent = &dev->vdev->dev;
@@ -225,7 +229,7 @@ static int unirdma_register(struct unirdma_dev *dev)
 	ibdev->dev.parent = dev->vdev->dev.parent;
 	strscpy(ibdev->node_desc, dev->attr.name,
 		min(sizeof(ibdev->node_desc), sizeof(dev->attr.name)));
-	/* How a process wakes the device. */
+	/* By this command a process wakes the device. */
 	ibdev->uverbs_cmd_mask |= BIT_ULL(IB_USER_VERBS_CMD_REQ_NOTIFY_CQ);
 
 	unirdma_set_device_ops(ibdev);
@@ -243,7 +247,7 @@ static int unirdma_register(struct unirdma_dev *dev)
 		return err;
 	}
 	set_bit(UNIRDMA_REGISTERED, &dev->flags);
-	/* It is told of all interfaces that there are. */
+	/* The notifier is called for all existing interfaces. */
 	err = register_netdevice_notifier(&dev->netdev_nb);
 	if (err) {
 		clear_bit(UNIRDMA_REGISTERED, &dev->flags);
@@ -259,13 +263,13 @@ static void unirdma_unregister(struct unirdma_dev *dev)
 {
 	unregister_netdevice_notifier(&dev->netdev_nb);
 	clear_bit(UNIRDMA_REGISTERED, &dev->flags);
-	/* These tell the ib core of events, as long as the bit is set. */
+	/* These works report events to the ib core while the bit is set. */
 	flush_work(&dev->async_work);
 	flush_work(&dev->netdev_work);
 	ib_unregister_device(&dev->ibdev);
 }
 
-/* The device has lost all objects by itself if the generation is another. */
+/* Another generation means that the device has lost all its objects. */
 static void unirdma_config_work(struct work_struct *work)
 {
 	struct unirdma_dev *dev = container_of(work, struct unirdma_dev,
@@ -287,7 +291,7 @@ static void unirdma_config_changed(struct virtio_device *vdev)
 
 static int unirdma_validate(struct virtio_device *vdev)
 {
-	/* Its rings, commands and WQEs have physical addresses. */
+	/* Rings, commands and WQEs contain physical addresses. */
 	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM)) {
 		dev_err(&vdev->dev,
 			"The device is to be used through an IOMMU, but takes physical addresses (QEMU: leave out iommu_platform=on)\n");
@@ -353,10 +357,10 @@ static void unirdma_remove(struct virtio_device *vdev)
 {
 	struct unirdma_dev *dev = vdev->priv;
 
-	/* It did not come back from a sleep. */
+	/* The device did not come back from a sleep. */
 	if (!dev)
 		return;
-	/* Destroys what processes have left, by commands. */
+	/* Destroys, by commands, the objects that processes have left. */
 	unirdma_unregister(dev);
 	unirdma_stop(dev);
 	destroy_workqueue(dev->wq);
@@ -370,8 +374,8 @@ static void unirdma_remove(struct virtio_device *vdev)
 #ifdef CONFIG_PM_SLEEP
 /*
  * Peers do not wait for a guest that sleeps, and its host may end meanwhile. So
- * nothing is kept: users are told as when the driver is unbound, and find a new
- * device afterwards.
+ * no object is kept: users are told as when the driver is unbound, and find a
+ * new device afterwards.
  */
 static int unirdma_freeze(struct virtio_device *vdev)
 {

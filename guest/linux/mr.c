@@ -2,12 +2,12 @@
 /*
  * Memory regions and windows.
  *
- * An MR is a list of runs of guest memory. It goes to the device in several
- * commands if it is long. The device takes physical addresses, so the list is
- * made of pages, not of DMA mappings.
+ * An MR is a list of runs of guest memory. A long list goes to the device in
+ * several commands. The device takes physical addresses, so the list consists
+ * of pages, not of DMA mappings.
  *
- * Users in the kernel have MRs that get their pages by work requests (REG_MR),
- * each time others: see post.c.
+ * Kernel users have MRs that get their pages by work requests (REG_MR), other
+ * pages each time: see post.c.
  */
 #include <linux/io.h>
 #include <linux/mm.h>
@@ -18,17 +18,17 @@
 #include "compat.h"
 #include "unirdma.h"
 
-/* Runs of one command: 64 KiB, or a page if that cannot be had. */
+/* Runs of one command: 64 KiB, or a page if 64 KiB cannot be allocated. */
 #define UNIRDMA_RUNS		4096
 #define UNIRDMA_FEW_RUNS	(PAGE_SIZE / sizeof(struct unirdma_run))
 static_assert(UNIRDMA_RUNS <= UNIRDMA_MAX_MR_RUNS);
 
-/* The runs that the next command takes. */
+/* The runs of the next command. */
 struct unirdma_runs {
 	struct unirdma_run *runs;
 	size_t room;
 	size_t num;
-	u64 length;		/* of all */
+	u64 length;		/* of all runs */
 };
 
 static int unirdma_runs_alloc(struct unirdma_runs *r, size_t most)
@@ -64,7 +64,7 @@ static bool unirdma_runs_add(struct unirdma_runs *r, u64 addr, u64 length)
 	return true;
 }
 
-/* Makes the MR of the runs, or, if it exists, makes it longer. */
+/* Creates the MR from the runs or, if it exists, extends it. */
 static int unirdma_runs_send(struct unirdma_dev *dev, struct unirdma_mr *mr,
 			     struct unirdma_req_reg_mr_runs *reg,
 			     struct unirdma_runs *r, bool *exists)
@@ -142,7 +142,7 @@ static void unirdma_mr_free(struct unirdma_mr *mr)
 	kfree(mr);
 }
 
-/* The device has no MR of it any more, or is lost. */
+/* The device has no MR for it any more, or is lost. */
 static void unirdma_mr_drop(struct unirdma_dev *dev, struct unirdma_mr *mr)
 {
 	if (unirdma_is_lost(dev))
@@ -151,7 +151,7 @@ static void unirdma_mr_drop(struct unirdma_dev *dev, struct unirdma_mr *mr)
 		unirdma_mr_free(mr);
 }
 
-/* The device was reset. */
+/* Called after the device was reset. */
 void unirdma_free_kept_mrs(struct unirdma_dev *dev)
 {
 	struct unirdma_mr *mr, *next;
@@ -160,11 +160,11 @@ void unirdma_free_kept_mrs(struct unirdma_dev *dev)
 		unirdma_mr_free(mr);
 }
 
-/* Pins a range of the process and makes an MR of it. */
+/* Pins a range of the process and makes an MR for it. */
 static struct unirdma_mr *unirdma_make_mr(struct ib_pd *ibpd, u64 start,
 					  u64 length, u64 virt_addr, int access)
 {
-	/* The others are hints, which the device does not need. */
+	/* The other flags are hints, which the device does not need. */
 	const int known = IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE |
 			  IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_ATOMIC |
 			  IB_ACCESS_MW_BIND | UNIRDMA_ACCESS_FLUSH_GLOBAL;
@@ -213,7 +213,7 @@ static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
 }
 
 /*
- * Makes another MR as it is to be, and lets the two change places in the
+ * Makes another MR with the new properties, and exchanges the two in the
  * device: a failure changes nothing, and the keys stay.
  */
 static struct ib_mr *unirdma_rereg_user_mr(struct ib_mr *ibmr, int flags,
@@ -253,15 +253,15 @@ static struct ib_mr *unirdma_rereg_user_mr(struct ib_mr *ibmr, int flags,
 		swap(mr->umem, by->umem);
 		mr->access = access;
 	}
-	/* With the memory that is not used. */
+	/* Also drops the memory that is not used. */
 	unirdma_mr_drop(dev, by);
 	return ERR_PTR(err);
 }
 
 /*
- * The memory of the guest by physical addresses, for kernel users, whose
- * addresses are translated where they post. Nobody translates the addresses
- * that a peer names, so that no peer gets such a key.
+ * An MR of the guest's memory by physical addresses, for kernel users, whose
+ * addresses are translated when they post. Nobody translates addresses that a
+ * peer names, so no peer gets such a key.
  */
 static struct ib_mr *unirdma_get_dma_mr(struct ib_pd *ibpd, int access)
 {
@@ -330,7 +330,7 @@ static struct ib_mr *unirdma_alloc_mr(struct ib_pd *ibpd,
 	return &mr->ibmr;
 }
 
-/* @addr is a DMA address of this device's users: see post.c. */
+/* @addr is a DMA address of a user of this device: see post.c. */
 static int unirdma_set_page(struct ib_mr *ibmr, u64 addr)
 {
 	struct unirdma_mr *mr = to_unirdma_mr(ibmr);

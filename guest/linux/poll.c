@@ -2,9 +2,10 @@
 /*
  * Completions of kernel users.
  *
- * A device that is lost writes none, but users wait for those of all that they
- * have posted before they let go of it. So poll_cq() itself flushes what is
- * left in the QPs of the CQ then. Of locks, a CQ's is taken before a ring's.
+ * A lost device writes no completions, but users wait for the completions of
+ * all their requests before they release the device. So poll_cq() itself then
+ * flushes the requests that are left in the QPs of the CQ. A CQ's lock is taken
+ * before a ring's lock.
  */
 #include <linux/string.h>
 
@@ -22,7 +23,7 @@ static const struct unirdma_cqe *unirdma_next_cqe(struct unirdma_cq *cq)
 	return le32_to_cpu(virt_load_acquire(&cqe->valid)) == valid ? cqe : NULL;
 }
 
-/* NULL: it is gone, and with it whoever waits for its completions. */
+/* Returns NULL if the QP is gone: then nobody waits for its completions. */
 static struct unirdma_qp *unirdma_qp_of(struct unirdma_dev *dev, u32 qpn)
 {
 	struct unirdma_target *target = xa_load(&dev->qps, qpn);
@@ -61,7 +62,7 @@ static void unirdma_put_wc(struct ib_wc *wc, const struct unirdma_cqe *cqe,
 	}
 }
 
-/* What does not fit is left from before a reset. */
+/* An index that does not fit is from before a reset. */
 static void unirdma_ring_polled(struct unirdma_ring *ring, u32 index)
 {
 	if (READ_ONCE(ring->prod) - index <= ring->entries)
@@ -104,7 +105,7 @@ static bool unirdma_is_silent(struct unirdma_qp *qp,
 	       !(wqe->send_flags & cpu_to_le32(IB_SEND_SIGNALED));
 }
 
-/* Completes what a lost device has left in a ring. */
+/* Completes the WQEs that a lost device has left in a ring. */
 static int unirdma_flush_ring(struct unirdma_qp *qp, struct unirdma_ring *ring,
 			      int num, struct ib_wc *wc)
 {
@@ -118,11 +119,11 @@ static int unirdma_flush_ring(struct unirdma_qp *qp, struct unirdma_ring *ring,
 		return 0;
 	spin_lock_irqsave(&ring->lock, flags);
 	cons = le32_to_cpu(READ_ONCE(*ring->cons_word));
-	/* Of those before there is nothing any more. */
+	/* WQEs before these were overwritten. */
 	if (ring->prod - ring->polled > ring->entries)
 		ring->polled = ring->prod - ring->entries;
 	for (; n < num && ring->polled != ring->prod; ring->polled++) {
-		/* Both kinds of WQEs begin with it. */
+		/* Both kinds of WQEs begin with wr_id. */
 		wr_id = ring->slots + (size_t)(ring->polled &
 					       (ring->entries - 1)) *
 				      ring->stride;
@@ -166,7 +167,7 @@ int unirdma_poll_cq(struct ib_cq *ibcq, int num_entries, struct ib_wc *wc)
 	return n;
 }
 
-/* Returns 1 if there are completions already and the user wants to know. */
+/* Returns 1 if there are completions already and the user asks for that. */
 int unirdma_arm_cq(struct unirdma_cq *cq, enum ib_cq_notify_flags notify)
 {
 	u32 arm = (notify & IB_CQ_SOLICITED_MASK) == IB_CQ_SOLICITED ?
@@ -177,14 +178,14 @@ int unirdma_arm_cq(struct unirdma_cq *cq, enum ib_cq_notify_flags notify)
 	spin_lock_irqsave(&cq->lock, flags);
 	arm += ++cq->arm_seq * UNIRDMA_ARM_FLAGS;
 	WRITE_ONCE(cq->ctrl->arm, cpu_to_le32(arm));
-	/* The device looks at the word after each CQE. */
+	/* The device reads the word after each CQE. */
 	virt_mb();
 	missed = notify & IB_CQ_REPORT_MISSED_EVENTS && unirdma_next_cqe(cq);
 	spin_unlock_irqrestore(&cq->lock, flags);
 	return missed;
 }
 
-/* What the QP leaves behind is flushed in these CQs. */
+/* WQEs that a lost device leaves in the QP are flushed in these CQs. */
 void unirdma_qp_enter(struct unirdma_qp *qp, struct ib_cq *send_cq,
 		      struct ib_cq *recv_cq)
 {
@@ -228,7 +229,7 @@ static void unirdma_ring_reset(struct unirdma_cq *cq, struct unirdma_ring *ring)
 	spin_unlock_irq(&cq->lock);
 }
 
-/* The device has set its indices to 0. */
+/* The device has set the QP's indices to 0. */
 void unirdma_qp_reset(struct unirdma_qp *qp)
 {
 	unirdma_ring_reset(to_unirdma_cq(qp->ibqp.send_cq), &qp->sq);

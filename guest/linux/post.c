@@ -2,18 +2,18 @@
 /*
  * Work requests of kernel users.
  *
- * The device is registered without a DMA device, so that the DMA addresses of
- * its users are kernel addresses of memory that the kernel maps linearly. They
- * become physical addresses here. The DMA API could not give these: it answers
- * with addresses for an IOMMU, which this device does not pass, and it may let
- * a device have a copy (swiotlb), while an MR of a process must be the memory
- * itself. Where the key of an SGE is that of a DMA MR, which no peer can use,
- * the device takes the physical address. Where it is that of an MR that was
- * registered by REG_MR, addresses are those that the MR begins with, so that
- * they stay as they are.
+ * The device is registered without a DMA device, so the DMA addresses of its
+ * users are kernel addresses of linearly mapped memory. They become physical
+ * addresses here. The DMA API could not provide physical addresses: it returns
+ * addresses for an IOMMU, which this device does not pass, and it may give a
+ * device a copy (swiotlb), while an MR of a process must be the memory itself.
+ * If the key of an SGE belongs to a DMA MR, which no peer can use, the device
+ * takes the physical address. If it belongs to an MR that was registered by
+ * REG_MR, the SGE's address lies in the address range of that MR, so it is not
+ * translated.
  *
- * Rings are read by another machine's processors, so the barriers are those
- * that a guest with one processor has, too.
+ * Rings are read by another machine's processors, so the barriers are also
+ * needed in a guest with one processor.
  */
 #include <linux/bitops.h>
 #include <linux/io.h>
@@ -37,12 +37,12 @@ void unirdma_ring_init(struct unirdma_ring *ring, void *slots, u32 entries,
 	ring->cons_word = cons_word;
 }
 
-/* The slot for the next WQE, or NULL if there is none. */
+/* The slot for the next WQE, or NULL if the ring is full. */
 static void *unirdma_ring_slot(struct unirdma_ring *ring)
 {
 	u32 cons;
 
-	/* The device has read what was in a slot before it is free. */
+	/* A slot is free only after the device has read its contents. */
 	cons = le32_to_cpu(virt_load_acquire(ring->cons_word));
 	if (ring->prod - cons >= ring->entries)
 		return NULL;
@@ -52,7 +52,7 @@ static void *unirdma_ring_slot(struct unirdma_ring *ring)
 
 static void unirdma_ring_publish(struct unirdma_ring *ring)
 {
-	/* Who sees the index sees the WQEs. */
+	/* A reader that sees the index sees the WQEs. */
 	virt_store_release(ring->prod_word, cpu_to_le32(ring->prod));
 }
 
@@ -60,19 +60,19 @@ static void unirdma_doorbell(struct unirdma_dev *dev, u32 slot)
 {
 	struct unirdma_doorbell *db = dev->db->ptr;
 
-	/* Who finds the QP's bit finds the index. */
+	/* A reader that finds the QP's bit finds the index. */
 	virt_mb__before_atomic();
 	set_bit_le(slot, db->bits);
-	/* Who finds the word's bit finds the QP's. */
+	/* A reader that finds the word's bit finds the QP's. */
 	virt_mb__before_atomic();
 	set_bit_le(slot / 64, &db->summary);
-	/* The device stores need_kick before it looks at @summary again. */
+	/* The device stores need_kick before it reads @summary again. */
 	virt_mb();
 	if (READ_ONCE(db->need_kick) && !unirdma_is_lost(dev))
 		virtqueue_notify(dev->wake);
 }
 
-/* A lost device completes nothing. Its users' CQs do; see poll.c. */
+/* A lost device completes nothing. poll.c flushes the requests. */
 static void unirdma_posted_in_vain(struct unirdma_dev *dev)
 {
 	queue_work(dev->wq, &dev->async_work);
@@ -155,7 +155,7 @@ static int unirdma_put_reg_mr(struct unirdma_sq_wqe *wqe,
 	return 0;
 }
 
-/* What a WQE has for its operation. */
+/* Fills in the part of a WQE that depends on the operation. */
 static int unirdma_put_operation(struct unirdma_sq_wqe *wqe,
 				 const struct ib_send_wr *wr)
 {
@@ -206,7 +206,7 @@ static int unirdma_put_send(struct unirdma_qp *qp, struct unirdma_sq_wqe *wqe,
 	switch (wr->opcode) {
 	case IB_WR_SEND_WITH_IMM:
 	case IB_WR_RDMA_WRITE_WITH_IMM:
-		/* The four bytes, as they are. */
+		/* The four bytes are not converted. */
 		wqe->imm = (__force __le32)wr->ex.imm_data;
 		break;
 	case IB_WR_SEND_WITH_INV:
@@ -311,7 +311,9 @@ int unirdma_post_recv(struct ib_qp *ibqp, const struct ib_recv_wr *wr,
 		return -EINVAL;
 	}
 	err = unirdma_post_recvs(ibqp->pd, &qp->rq, wr, bad_wr);
-	/* The device either sees them by itself, or has asked to be told. */
+	/*
+	 * The device either finds them by itself, or has asked for a doorbell.
+	 */
 	virt_mb();
 	if (READ_ONCE(qp->ctrl->rq_notify))
 		unirdma_doorbell(dev, qp->db_slot);

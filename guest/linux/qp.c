@@ -5,7 +5,7 @@
 
 #include "unirdma.h"
 
-/* Where the parts of a QP's area are (section 7.2 of the specification). */
+/* Layout of a QP's area (section 7.2 of the specification). */
 struct unirdma_qp_layout {
 	u32 sq_entries, sq_stride, rq_entries, rq_stride;
 	size_t sq_offset, rq_offset, size;
@@ -51,7 +51,7 @@ static void unirdma_put_cap(struct unirdma_qp_cap *to,
 	to->max_inline_data = cpu_to_le32(from->max_inline_data);
 }
 
-/* Returns CREATE_QP's errors, and -EIO for an answer that cannot be. */
+/* Returns CREATE_QP's errors, and -EIO for an impossible answer. */
 static int unirdma_qp_command(struct unirdma_dev *dev, struct unirdma_qp *qp,
 			      const struct ib_qp_init_attr *init,
 			      const struct unirdma_qp_layout *l, u32 doorbell,
@@ -96,7 +96,7 @@ static int unirdma_qp_command(struct unirdma_dev *dev, struct unirdma_qp *qp,
 	return err;
 }
 
-/* Where kernel users post. */
+/* Initializes the rings to which kernel users post. */
 static void unirdma_kernel_qp(struct unirdma_qp *qp,
 			      const struct unirdma_qp_layout *l, bool has_srq)
 {
@@ -114,9 +114,9 @@ static void unirdma_kernel_qp(struct unirdma_qp *qp,
 }
 
 /*
- * Only the kernel has the QP for the general services, as far as there is one.
- * Only processes have XRC; the ib core hides them from the driver for a target,
- * which is shared.
+ * Only the kernel has the QP for the general services, if there is one. Only
+ * processes have XRC. For an XRC target, which is shared, the ib core hides the
+ * process from the driver.
  */
 static bool unirdma_qp_type_ok(struct unirdma_dev *dev, enum ib_qp_type type,
 			       bool is_user)
@@ -136,7 +136,10 @@ static bool unirdma_qp_type_ok(struct unirdma_dev *dev, enum ib_qp_type type,
 	}
 }
 
-/* True if it has what QPs of its type need, and nothing is too large. */
+/*
+ * True if all objects that the QP's type needs are given, and no size is too
+ * large.
+ */
 static bool unirdma_qp_init_ok(struct unirdma_dev *dev, const struct ib_qp *ibqp,
 			       const struct ib_qp_init_attr *init)
 {
@@ -150,7 +153,7 @@ static bool unirdma_qp_init_ok(struct unirdma_dev *dev, const struct ib_qp *ibqp
 	return complete && unirdma_qp_cap_ok(dev, &init->cap);
 }
 
-/* What is posted elsewhere takes no room. */
+/* Queues to which nothing is posted here take no room. */
 static void unirdma_qp_trim(struct ib_qp_init_attr *init)
 {
 	const bool is_target = init->qp_type == IB_QPT_XRC_TGT;
@@ -191,8 +194,9 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	if (!unirdma_qp_init_ok(dev, ibqp, init))
 		return -EINVAL;
 	/*
-	 * An XRC target is its domain's, and may outlive the process, which
-	 * posts nothing to it: it has the memory and the page of the kernel.
+	 * An XRC target belongs to its domain, and may outlive the process,
+	 * which posts nothing to it. So it uses the kernel's memory and
+	 * doorbell page.
 	 */
 	if (udata && !is_target) {
 		ibuc = &rdma_udata_to_drv_context(udata, struct unirdma_ucontext,
@@ -213,7 +217,7 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	if (err)
 		goto free;
 
-	/* What the rings have room for. */
+	/* The capacity of the rings. */
 	if (has_rq)
 		qp->cap.max_recv_wr = layout.rq_entries;
 	if (!is_target) {
@@ -223,7 +227,7 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 			    le32_to_cpu(rsp.cap.max_inline_data));
 	}
 	init->cap = qp->cap;
-	/* The process maps nothing of it: its answer is all zeros. */
+	/* The process maps nothing of a target: the answer is all zeros. */
 	if (is_target)
 		return 0;
 	if (!udata) {
@@ -283,12 +287,15 @@ static int unirdma_modify_qp(struct ib_qp *ibqp, struct ib_qp_attr *from,
 	struct unirdma_qp_attr *to = &req.attr;
 	int err;
 
-	/* Its size stays. */
+	/* The size of a QP cannot be changed. */
 	if (mask & ~(IB_QP_ATTR_STANDARD_BITS | IB_QP_RATE_LIMIT) ||
 	    mask & IB_QP_CAP)
 		return -EOPNOTSUPP;
 
-	/* The device checks what goes together, and what may change when. */
+	/*
+	 * The device checks which attributes go together, and when they may
+	 * change.
+	 */
 	to->qp_state = from->qp_state;
 	to->cur_qp_state = from->cur_qp_state;
 	to->path_mtu = from->path_mtu;
@@ -324,7 +331,10 @@ static int unirdma_modify_qp(struct ib_qp *ibqp, struct ib_qp_attr *from,
 	}
 
 	err = unirdma_cmd(dev, UNIRDMA_MODIFY_QP, &req, sizeof(req), NULL, 0);
-	/* What kernel users have posted to a lost device is flushed anyway. */
+	/*
+	 * Requests that kernel users have posted to a lost device are flushed
+	 * anyway.
+	 */
 	if (err && qp->ctrl && mask & IB_QP_STATE &&
 	    from->qp_state == IB_QPS_ERR && unirdma_is_lost(dev))
 		return 0;

@@ -116,9 +116,9 @@ static int unirdma_destroy_srq(struct ib_srq *ibsrq, struct ib_udata *udata)
 }
 
 /*
- * Copies the WQEs that wait to a ring of @entries. The process posts none
- * meanwhile; if it does they are lost. The device may take some, which then are
- * copied in vain.
+ * Copies the waiting WQEs to a ring of @entries. The process must post none
+ * meanwhile, or they are lost. The device may take some WQEs meanwhile; their
+ * copies are not used.
  */
 static int unirdma_copy_wqes(struct unirdma_srq *srq, struct unirdma_area *to,
 			     u32 entries)
@@ -128,7 +128,7 @@ static int unirdma_copy_wqes(struct unirdma_srq *srq, struct unirdma_area *to,
 	u32 prod = le32_to_cpu(READ_ONCE(ctrl->rq_prod));
 	u32 i = le32_to_cpu(READ_ONCE(ctrl->rq_cons));
 
-	/* The process writes one of both. */
+	/* The process writes one of the two indices. */
 	if (prod - i > min(srq->entries, entries))
 		return -EINVAL;
 	for (; i != prod; i++)
@@ -139,7 +139,7 @@ static int unirdma_copy_wqes(struct unirdma_srq *srq, struct unirdma_area *to,
 	return 0;
 }
 
-/* With the lock held. Gives back the area that is not used, or NULL. */
+/* Called with the lock held. Returns the area that is not used, or NULL. */
 static int unirdma_switch_srq(struct unirdma_dev *dev, struct unirdma_srq *srq,
 			      struct unirdma_area **area, u32 entries)
 {
@@ -174,7 +174,7 @@ static int unirdma_resize_srq(struct unirdma_dev *dev, struct unirdma_srq *srq,
 	u32 entries;
 	int err;
 
-	/* Those of kernel users keep their size. */
+	/* SRQs of kernel users keep their size. */
 	if (!udata)
 		return -EOPNOTSUPP;
 	if (udata->inlen < sizeof(req))
@@ -198,7 +198,7 @@ static int unirdma_resize_srq(struct unirdma_dev *dev, struct unirdma_srq *srq,
 	answer.offset = unirdma_area_offset(area);
 	answer.size = unirdma_area_size(area);
 	answer.entries = entries;
-	/* First: there is no way back from the command. */
+	/* Before the command, which cannot be undone. */
 	if (copy_to_user(u64_to_user_ptr(req.answer), &answer, sizeof(answer))) {
 		unirdma_area_destroy(dev, area);
 		return -EFAULT;
@@ -222,7 +222,7 @@ static int unirdma_modify_srq(struct ib_srq *ibsrq, struct ib_srq_attr *attr,
 		.limit = cpu_to_le32(attr->srq_limit),
 	};
 
-	/* Not both: a failure must say whether the ring is another one. */
+	/* Not both: a failure must say whether the ring was replaced. */
 	if (mask == IB_SRQ_MAX_WR)
 		return unirdma_resize_srq(dev, srq, attr->max_wr, udata);
 	if (mask & ~IB_SRQ_LIMIT)
@@ -250,7 +250,10 @@ static int unirdma_query_srq(struct ib_srq *ibsrq, struct ib_srq_attr *attr)
 	return 0;
 }
 
-/* The ib core knows of which file a domain is; this is one for the device. */
+/*
+ * The ib core knows the file of each domain. The device gets a domain of its
+ * own.
+ */
 static int unirdma_alloc_xrcd(struct ib_xrcd *ibxrcd, struct ib_udata *udata)
 {
 	struct unirdma_req_create_xrcd req = {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
-/* What rdma(8) shows of the vRNIC's counters and of the driver's objects. */
+/* The vRNIC's counters and details of the driver's objects, for rdma(8). */
 #include <net/netlink.h>
 #include <rdma/rdma_netlink.h>
 #include <rdma/restrack.h>
@@ -49,7 +49,7 @@ static struct rdma_hw_stats *unirdma_alloc_hw_port_stats(struct ib_device *ibdev
 					  RDMA_HW_STATS_DEFAULT_LIFESPAN);
 }
 
-/* One command has them all. */
+/* One command returns all of them. */
 static int unirdma_get_hw_stats(struct ib_device *ibdev,
 				struct rdma_hw_stats *stats, u32 port_num,
 				int index)
@@ -68,7 +68,7 @@ static int unirdma_get_hw_stats(struct ib_device *ibdev,
 	return UNIRDMA_NUM_COUNTERS;
 }
 
-/* A number and its name in the part of a message that is the driver's. */
+/* A number and its name in the driver's part of a message. */
 struct unirdma_detail {
 	const char *name;
 	u32 value;

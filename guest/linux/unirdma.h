@@ -38,7 +38,9 @@ struct unirdma_control {
 	struct semaphore room;		/* for commands */
 };
 
-/* An event queue. All its buffers are in one array, and one context uses it. */
+/*
+ * An event queue. All its buffers are in one array. Only one context uses it.
+ */
 struct unirdma_event_queue {
 	struct virtqueue *vq;
 	struct unirdma_event *events;
@@ -77,12 +79,18 @@ struct unirdma_dev {
 	struct llist_head kept_areas;
 	struct llist_head kept_mrs;
 
-	/* Protects @port and @gids. AHs are made where nobody may sleep. */
+	/*
+	 * Protects @port and @gids. AHs are made in contexts that must not
+	 * sleep.
+	 */
 	spinlock_t port_lock;
 	struct unirdma_rsp_query_port port;	/* as of the last command */
 	union ib_gid *gids;
 	struct notifier_block netdev_nb;
-	/* What the ib core was told. Only compared; the core has the reference. */
+	/*
+	 * The interface last given to the ib core, for comparison; the core
+	 * holds the reference.
+	 */
 	struct net_device *netdev;
 };
 
@@ -94,22 +102,23 @@ enum {
 };
 
 /*
- * Who handles an event holds a reference to the object. Its destruction takes
- * it out of its xarray and waits for the others.
+ * The handler of an event holds a reference to the object. The object's
+ * destruction removes it from its xarray and waits until other references are
+ * gone.
  */
 struct unirdma_target {
 	refcount_t refs;
 	struct completion idle;
 };
 
-/* Memory that the device and, by mmap, a process share, or the kernel. */
+/* Memory that the device shares with a process (by mmap) or with the kernel. */
 struct unirdma_area {
 	struct rdma_user_mmap_entry entry;	/* of a process's */
 	void *ptr;				/* of the kernel's */
 	struct llist_node kept;
 	u64 addr;			/* bus address */
 	u32 map;			/* handle of MAP_RUNS */
-	bool mapped;			/* there is one */
+	bool mapped;			/* true if it has @map */
 	unsigned int num_pages;
 	struct page *pages[];
 };
@@ -125,24 +134,29 @@ struct unirdma_pd {
 	u32 pdn;
 };
 
-/* One of a process is an object of the device; one of the kernel is @route. */
+/*
+ * An AH of a process is an object of the device; an AH of the kernel is @route.
+ */
 struct unirdma_ah {
 	struct ib_ah ibah;
 	bool is_user;
 	u32 ahn;
-	/* Of one of the kernel: its address, and what a WQE has with it. */
+	/*
+	 * AHs of the kernel: the address, and the values that a WQE has with
+	 * it.
+	 */
 	struct unirdma_route route;
 	__le32 level_and_rate;
 };
 
-/* Where the kernel posts: an SQ, an RQ or an SRQ. */
+/* A ring to which the kernel posts: an SQ, an RQ or an SRQ. */
 struct unirdma_ring {
 	spinlock_t lock;		/* protects @prod, and the slots */
-	void *slots;			/* NULL: there is none */
+	void *slots;			/* NULL if there is no ring */
 	__le32 *prod_word, *cons_word;	/* in the control block */
 	u32 entries, stride, max_sge;
 	u32 prod;
-	u32 polled;	/* after the last WQE that poll_cq() has shown */
+	u32 polled;	/* after the last WQE that poll_cq() has returned */
 };
 
 struct unirdma_cq {
@@ -152,9 +166,9 @@ struct unirdma_cq {
 	struct mutex resize_lock;	/* protects @area */
 	u32 cqn;
 
-	/* Of the kernel's. @lock protects all of these. */
+	/* CQs of the kernel. @lock protects all of these. */
 	spinlock_t lock;
-	struct unirdma_cq_ctrl *ctrl;	/* NULL: it is a process's */
+	struct unirdma_cq_ctrl *ctrl;	/* NULL for a process's CQ */
 	struct unirdma_cqe *cqes;
 	u32 cons;
 	u32 arm_seq;
@@ -188,8 +202,8 @@ struct unirdma_qp {
 	enum ib_sig_type sig_type;
 	u8 sgid_index;			/* the ib core's, of the address vector */
 
-	/* Of the kernel's. */
-	struct unirdma_qp_ctrl *ctrl;	/* NULL: it is a process's */
+	/* QPs of the kernel. */
+	struct unirdma_qp_ctrl *ctrl;	/* NULL for a process's QP */
 	struct unirdma_ring sq, rq;
 	u32 db_slot;
 	struct list_head sender, receiver;	/* in its CQs */
@@ -202,8 +216,11 @@ struct unirdma_mr {
 	int access;			/* of a process's */
 	u32 mrn;
 
-	/* Of the kernel's: what the next REG_MR names, by bus address. */
-	__le64 *pages;			/* NULL: it is not registered so */
+	/*
+	 * MRs of the kernel: the pages that the next REG_MR names, by bus
+	 * address.
+	 */
+	__le64 *pages;			/* NULL for other MRs */
 	u32 max_pages, num_pages;
 };
 
@@ -240,11 +257,11 @@ to_unirdma_ucontext(struct ib_ucontext *ibuc)
 }
 
 /*
- * Limits of this driver, in case that those of the device are larger: with them
- * no size of a ring overflows.
+ * Limits of this driver, if the device's limits are larger. With them no ring's
+ * size overflows.
  */
 #define UNIRDMA_MAX_ENTRIES	BIT(24)
-#define UNIRDMA_MAX_SGE		255U	/* a WQE's number of them is a u8 */
+#define UNIRDMA_MAX_SGE		255U	/* a WQE's number of SGEs is a u8 */
 #define UNIRDMA_MAX_INLINE	65536U
 
 /* True if @value is within a limit of the device and one of the driver. */
