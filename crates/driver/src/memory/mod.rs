@@ -219,9 +219,9 @@ enum Source {
 impl Mr {
     /// Registers `[addr, addr + len)` under virtual address `iova`.
     ///
+    /// # Errors
     /// `EFAULT` if the range is not mapped with these rights, `EINVAL` for flags that do not go together, otherwise the
     /// device's errno.
-    /// the device.
     pub fn register(ctx: &Arc<Context>, pdn: u32, addr: u64, len: u64, iova: u64, flags: u32) -> Result<Self> {
         if flags & access::STAGE != 0 {
             return Err(libc::EINVAL);

@@ -66,7 +66,7 @@ impl Uffd {
         };
         let full = call(flags);
         if full.is_none() && super::pages::last_errno() == libc::ENOSYS {
-            // The kernel lacks it; or this is valgrind, which does not know the call and must not see it again.
+            // The kernel lacks it; or this is valgrind, which must not get requests that it does not know.
             return None;
         }
         let (fd, full) = match full.or_else(device) {
