@@ -337,7 +337,7 @@ enum LinkState {
 
 #[derive(Subcommand)]
 enum IpCommand {
-    /// Give it an address: programs hear of the new GID
+    /// Give it an address: its programs are told of the new GID
     #[command(
         after_help = "Example:\n  unirdma vrnic ip add a fd00::7/64\n\nThe interface of a container that runs already is its own: there, add the address with `ip addr add` too."
     )]

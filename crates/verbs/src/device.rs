@@ -42,7 +42,7 @@ pub(crate) struct ContextObj {
     pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
     pub qps: Mutex<HashMap<u32, *mut QpObj>>,
     pub srqs: Mutex<HashMap<u32, *mut SrqObj>>,
-    /// By key.
+    /// MRs by key.
     pub mrs: Mutex<HashMap<u32, *mut MrObj>>,
     /// PDs, MRs, CQs, QPs and channels that refer to this context.
     objects: AtomicUsize,

@@ -133,7 +133,7 @@ struct Limits {
     max_filled: Option<Number<Most>>,
 }
 
-/// How a number may be written as text.
+/// A notation of a number as text.
 trait Written {
     fn read(text: &str) -> Result<u64, String>;
 }
