@@ -121,7 +121,7 @@ impl Cm {
         let qpn = self.net.ends[0].qpn;
         self.ask(0, CmOp::Connect, id, |r| {
             r.param = abi::CmParam { qpn, responder_resources: 3, initiator_depth: 5, retry_count: 6, ..r.param };
-            // More than there is: programs ask for that (fio).
+            // Above the maximum of 7: programs ask for that (fio).
             r.param.rnr_retry_count = 10;
             r.param.private_len = private.len() as u8;
             r.private.as_flattened_mut()[..private.len()].copy_from_slice(private);
@@ -144,7 +144,7 @@ impl Cm {
         let qpn = self.net.ends[1].qpn;
         self.ask(1, CmOp::Accept, id, |r| {
             r.param = abi::CmParam { qpn, responder_resources: 255, initiator_depth: 255, ..r.param };
-            // More than there is: programs ask for that (fio).
+            // Above the maximum of 7: programs ask for that (fio).
             r.param.rnr_retry_count = 10;
         })
         .unwrap();

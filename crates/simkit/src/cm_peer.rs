@@ -1,4 +1,4 @@
-//! A peer that lies about connections, driven by bytes: for fuzzing, for its corpus, and for random tests.
+//! A hostile peer of connection management, driven by bytes: for fuzzing, for its corpus, and for random tests.
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, port_space};
@@ -16,9 +16,9 @@ use crate::peer::Input;
 /// Service of [`PORT`] in the TCP port space.
 const SERVICE: u64 = 1 << 24 | (port_space::TCP as u64 & 0xff) << 16 | PORT as u64;
 
-/// End 0 listens and connects; everything that comes to it is the input's, which knows every number that end 0 has
-/// sent. Nothing may panic, end 0's program may ask for anything meanwhile, and once it is quiet again two honest
-/// programs connect. Returns how many requests have come to its listener.
+/// End 0 listens and connects. All packets that it receives come from the input, which can name every number that end 0
+/// has sent. Nothing may panic, and end 0's program may call anything meanwhile. Once the input ends, two honest
+/// programs can connect. Returns the number of requests that have reached the listener of end 0.
 pub fn lying_cm_peer(data: &[u8]) -> usize {
     let mut input = Input(data);
     let mut cm = Cm::new(2, port_space::TCP, 7, Faults::default());
@@ -134,7 +134,7 @@ fn mad(cm: &Cm, input: &mut Input<'_>) -> Mad {
     Mad { tid: u64::from(remote_id), message }
 }
 
-/// The number that the sender of a message goes by.
+/// The communication ID that the sender of a message uses.
 fn sender_id(mad: &Mad) -> Option<u32> {
     match &mad.message {
         Message::Req(r) => Some(r.local_id),

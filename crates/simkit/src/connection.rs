@@ -9,11 +9,12 @@ use unirdma_rnic::Rng;
 use crate::net::{Faults, Net};
 use crate::{MR_BYTES, SECOND, pattern};
 
-/// Requests of a round.
+/// Number of requests in a round.
 const REQUESTS: u64 = 8;
-/// Each request has a part of both ends' memory of its own.
+/// Size of the part of both ends' memory that each request has to itself.
 const SLOT: u64 = (MR_BYTES / 2) as u64 / REQUESTS;
-/// What a fetch-and-add adds, and what a compare-and-swap compares with; its data never has this value.
+/// Operand that a fetch-and-add adds and a compare-and-swap compares with. The data never has this value, so the
+/// comparison never succeeds.
 const ADDEND: u64 = 3;
 
 const OPCODES: [WrOpcode; 7] = [

@@ -1,4 +1,4 @@
-//! A program with one QP: what a driver does with rings, a doorbell and a CQ.
+//! A program with one QP. It handles rings, a doorbell and a CQ as a driver does.
 
 use std::ops::{Deref, DerefMut};
 
@@ -34,18 +34,18 @@ pub struct Queues {
     pub rq_prod: u32,
 }
 
-/// What a QP of a simulation has room for.
+/// Capacity of the QPs in simulations.
 pub const CAP: abi::QpCap =
     abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
 
-/// What a QP with these CQs is made from; its rings are new.
+/// Parameters of a QP with these CQs and new rings.
 pub fn create_of(pd: u32, send_cq: u32, recv_cq: u32) -> CreateQp {
     let layout = abi::QpLayout::of(&CAP).unwrap();
     let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
     CreateQp { pd, send_cq, recv_cq, srq: None, xrcd: None, door: 0, sig_all: false, cap: CAP, rings }
 }
 
-/// Makes a CQ of so many entries: its number, and the driver's side of it.
+/// Creates a CQ of `cqes` entries. Returns its number, and the driver's side of it.
 pub fn new_cq(rnic: &mut Rnic, session: SessionId, cqes: u32) -> (u32, CqTail) {
     let (ctrl, ring) = (aligned(128), aligned(cqes as usize * 64));
     let dev = CqRing::new(ctrl.clone(), ring.clone(), cqes).unwrap();
@@ -85,7 +85,7 @@ impl Queues {
         self.recv_raw(abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 }, sges);
     }
 
-    /// Posts a receive WQE that says of itself what `head` says.
+    /// Posts a receive WQE with this header, which may be wrong.
     pub fn recv_raw(&mut self, head: abi::RqWqe, sges: &[abi::Sge]) {
         self.rings.rq_put(self.rq_prod, 0, head.as_bytes());
         self.rings.rq_put(self.rq_prod, abi::RQ_DATA, sges.as_bytes());
@@ -155,15 +155,15 @@ impl End {
         Self::of_vnic(rnic, vnic, 64, typ)
     }
 
-    /// A program on this vRNIC, with a QP of this type and a CQ of so many entries.
+    /// A program on this vRNIC, with a QP of this type and a CQ of `cqes` entries.
     pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: QpType) -> End {
         Self::with_raw(rnic, vnic, cqes, typ as u8)
     }
 
-    /// A driver with the vRNIC's QP for the general services, which sends and receives.
+    /// A driver with the vRNIC's QP for general services (GSI), in RTS.
     pub fn of_services(rnic: &mut Rnic, vnic: VnicId) -> End {
         let e = Self::with_raw(rnic, vnic, 64, abi::QP_TYPE_GSI);
-        // What kernels name in each step.
+        // The attributes that kernels set in each step.
         let steps = [(QpState::Init, m::PKEY_INDEX | m::QKEY), (QpState::Rtr, 0), (QpState::Rts, m::SQ_PSN)];
         for (state, mask) in steps {
             let attr = abi::QpAttr { qp_state: state as u8, qkey: GSI_QKEY, ..Default::default() };
@@ -236,7 +236,7 @@ impl End {
         v
     }
 
-    /// The one completion that must be there.
+    /// The completion of the CQ, which must have exactly one.
     pub fn done(&mut self) -> abi::Cqe {
         let v = self.poll();
         assert_eq!(v.len(), 1, "{v:?}");

@@ -1,7 +1,7 @@
-//! The simulation of a fabric: many hosts with many QPs of every type, on a network that loses, doubles, reorders and
-//! corrupts packets, and that parts for a while.
+//! The simulation of a fabric: many hosts with many QPs of every type, on a network that loses, duplicates, reorders
+//! and corrupts packets, and that is partitioned for a while.
 //!
-//! A seed is a fabric and traffic of its own. Every message must have an outcome that its transport allows.
+//! Each seed has its own fabric and traffic. Every message must have an outcome that its transport allows.
 
 mod check;
 
@@ -25,13 +25,13 @@ const PAIRS: usize = 9;
 const SLOT: u64 = 16_384;
 /// `retry_cnt` of the reliable connections.
 const RETRIES: u8 = 7;
-/// Most messages of an end: the first slots are for WRITEs, the others for receives.
+/// Most messages of an end. Its first slots are for WRITEs, the others for receives.
 const MESSAGES: u64 = 12;
 /// Requests of a step.
 const REQUESTS: u64 = 20;
 
-// Where in an end's memory: what peers READ, which never changes; what it READs itself; what its atomics return; and the
-// counter that its peer's atomics add to.
+// Offsets in an end's memory: the data that peers READ, which never changes; the destination of its own READs; the
+// results of its atomics; and the counter that its peer's atomics add to.
 const SOURCE: u64 = 0xb_0000;
 const READS: u64 = 0xc_0000;
 const RESULTS: u64 = 0xf_0000;
@@ -54,40 +54,40 @@ pub fn run_moving(seed: u64, steps: u64) -> Report {
     fabric.check()
 }
 
-/// What a simulation has seen.
+/// Statistics of a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Corrupted packets that the ICRC gave away.
+    /// Corrupted packets that the ICRC revealed.
     pub caught: u64,
-    /// Multicast messages that members heard of each other.
+    /// Multicast messages that members received from each other.
     pub heard: u64,
     /// Times a vRNIC was restored.
     pub moves: u64,
-    /// Of all packets, and when they were sent.
+    /// Digest of all packets and the times at which they were sent.
     pub digest: u64,
 }
 
-/// What an end has sent: number of the message, opcode, length.
+/// A message that an end has sent: number, opcode, length.
 type Sent = (u64, WrOpcode, u32);
 
-/// A fabric, its traffic, and what came of it.
+/// A fabric, its traffic, and the outcome of the traffic.
 pub struct Fabric {
     net: Net,
     rng: Rng,
     types: Vec<QpType>,
     ahs: Vec<u32>,
-    /// Receives of ends whose peer is the initiator of an XRC connection; those send nothing themselves.
+    /// SRQs of the ends whose peer is the initiator of an XRC connection. These ends send nothing.
     shared: Vec<Option<XrcSrq>>,
-    /// QPNs of the targets of XRC connections, which are in the sessions of these ends.
+    /// QPNs of the target QPs of XRC connections, by the end whose session has them.
     targets: Vec<Option<u32>>,
     /// Connections that were made by address.
     meetings: Vec<Meeting>,
     /// Its members are the ends after the pairs.
     group: Group,
-    /// Keys of windows of all memory, or of MRs of it that requests have registered, of ends of type RC.
+    /// For each RC end, the rkey of a window, or of an MR that a request has registered, over all of its memory.
     windows: Vec<u32>,
     sent: Vec<Vec<Sent>>,
-    /// Numbers of receives of each end that are not posted yet, while its peer sends already.
+    /// For each end, numbers of receives that are posted later than their messages.
     late: Vec<VecDeque<u64>>,
     /// Completions of each end's sends.
     done: Vec<Vec<abi::Cqe>>,
@@ -105,7 +105,7 @@ fn reliable(typ: QpType) -> bool {
     !matches!(typ, QpType::Uc | QpType::Ud)
 }
 
-/// Bytes of message `n` of an end. The number stands in front.
+/// Bytes of message `n` of an end. They begin with the number.
 fn message(seed: u64, end: usize, n: u64, len: u32) -> Vec<u8> {
     let mut bytes = pattern(len as usize, seed << 32 | (end as u64) << 16 | n);
     for (b, v) in bytes.iter_mut().zip(n.to_le_bytes()) {
@@ -114,28 +114,28 @@ fn message(seed: u64, end: usize, n: u64, len: u32) -> Vec<u8> {
     bytes
 }
 
-/// What stands at [`SOURCE`] in an end's memory.
+/// The data at [`SOURCE`] in an end's memory.
 fn source(seed: u64, end: usize) -> Vec<u8> {
     pattern(2 * SLOT as usize, seed << 32 | 0xffff << 16 | end as u64)
 }
 
-/// Offset in [`SOURCE`] at which message `n` READs.
+/// Offset from [`SOURCE`] of the data that message `n` READs.
 fn offset(n: u64) -> u64 {
     n * 977 % SLOT
 }
 
-/// What message `n` adds.
+/// The operand of message `n` if it is a fetch-and-add.
 fn addend(n: u64) -> u64 {
     3 * n + 1
 }
 
-/// Offset in the peer's memory of what message `n` WRITEs, or of the receive with this number.
+/// Offset in the peer's memory of the data that message `n` WRITEs, or of receive `n`.
 fn slot(op: WrOpcode, n: u64) -> u64 {
     let receive = matches!(op, WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv);
     (n + if receive { MESSAGES } else { 0 }) * SLOT
 }
 
-/// A memory window (type 2) of all memory of an end.
+/// Binds a memory window (type 2) over all memory of an end. Returns its rkey.
 fn window(net: &mut Net, end: usize) -> u32 {
     let e = &net.ends[end];
     let (session, pd, backing) = (e.session, e.pd, e.backing());
@@ -151,7 +151,7 @@ fn window(net: &mut Net, end: usize) -> u32 {
     key
 }
 
-/// The memory of an end by bus address, and behind it a list of its pages.
+/// The memory of an end by bus address, followed by a list of its pages.
 struct Ram {
     memory: Span,
     list: Span,
@@ -167,7 +167,7 @@ impl Resolve for Ram {
     }
 }
 
-/// As [`window`], an MR that a request registers.
+/// As [`window`], but an MR that a request registers.
 fn registered(net: &mut Net, end: usize) -> u32 {
     const PAGES: u32 = MR_BYTES as u32 / 4096;
     let list = Span::anonymous(8 * PAGES as usize);
@@ -208,7 +208,8 @@ impl Fabric {
         let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 10 };
         let all: Vec<QpType> = types.iter().copied().chain([QpType::Ud; HOSTS]).collect();
         let mut net = Net::homes(HOSTS, &all, seed, faults, home);
-        // In three of four fabrics a third of the ends have memory that is reached through their process, by jobs that take their time.
+        // In three of four fabrics a third of the ends have memory that is reached through their process, by delayed
+        // jobs.
         net.late_ns = [0, 3_000, 20_000, 100_000][seed as usize / 3 % 4];
         for end in 0..all.len() {
             if net.late_ns > 0 && rng.next_u64() % 3 == 0 {
@@ -220,7 +221,7 @@ impl Fabric {
         let mut shared: Vec<Option<XrcSrq>> = types.iter().map(|_| None).collect();
         let mut targets = vec![None; types.len()];
         let mut meetings = Vec::new();
-        // Long enough that a network that parts for a while kills no connection.
+        // The retries last longer than a partition of the network, so that no connection fails by it.
         let patient = |a| abi::QpAttr { path_mtu: mtu, timeout: 16, retry_cnt: RETRIES, rnr_retry: 7, ..a };
         for (end, &typ) in types.iter().enumerate() {
             if typ == QpType::XrcSend {
@@ -231,7 +232,8 @@ impl Fabric {
                 targets[peer(end)] = Some(connect_target(&mut net, end, peer(end), queue.xrcd, &patient));
                 shared[peer(end)] = Some(queue);
             } else if typ == QpType::Rc && end % 4 == 1 && shared[end].is_none() {
-                // Every other pair of RC QPs meets by address, from here on: one end is not in use yet.
+                // Every other pair of RC QPs connects by address. That happens here, while one end is unused: its QP is
+                // in RESET.
                 meetings.push(Meeting::new(&mut net, end, peer(end)));
             } else if shared[end].is_none() && !(typ == QpType::Rc && end % 4 == 0) {
                 net.connect(typ, end, peer(end), &patient);
@@ -282,25 +284,25 @@ impl Fabric {
                     self.post_late(end);
                 }
             }
-            // Sometimes a host is cut off, for less time than the retries take.
+            // Sometimes a host is cut off, for a shorter time than the retries take.
             if i % 50 == 25 {
                 let host = self.rng.next_u64() as usize % HOSTS;
                 self.net.cut(host, true);
                 self.net.run(500_000_000);
                 self.net.cut(host, false);
-                // Every connection is tried again before the next one is cut off.
+                // Every connection retries before the next host is cut off.
                 self.net.run(300_000_000);
             }
         }
         (0..self.types.len()).for_each(|end| self.post_late(end));
-        // Whoever is away comes back, and nobody leaves any more.
+        // All vRNICs that are away come back, and none leaves any more.
         self.net.wander = 0;
         self.net.run(60 * SECOND);
         self.poll();
     }
 
-    /// Posts a request at a random end, if that has not sent all of its messages yet, and a receive at its peer. A message of
-    /// an unreliable transport sometimes finds no receive.
+    /// Posts a request at a random end, unless that has sent all of its messages, and a receive at its peer. Some
+    /// messages of unreliable transports get no receive.
     fn post(&mut self) {
         let end = self.rng.next_u64() as usize % self.types.len();
         let n = self.sent[end].len() as u64;
@@ -313,12 +315,12 @@ impl Fabric {
         let eight = matches!(op, WrOpcode::FetchAdd | WrOpcode::AtomicWrite);
         let len = if eight { 8 } else { 8 + (self.rng.next_u64() % (max - 8)) as u32 };
         let bytes = message(self.seed, end, n, len);
-        // Upper half: what this end sends. Lower half: what it receives.
+        // The upper half of an end's memory has the data that it sends, the lower half receives.
         let from = MR_BYTES as u64 / 2 + slot(WrOpcode::Write, n);
         self.net.ends[end].fill(from as usize, &bytes);
         let to = peer(end);
         if op.consumes_recv() && (reliable(typ) || self.rng.next_u64() % 8 != 0) {
-            // While vRNICs move, some find a peer that is not ready.
+            // While vRNICs move, some receives are posted late, so that messages meet a peer that is not ready.
             let moving = reliable(typ) && self.net.wander > 0;
             if moving && (!self.late[to].is_empty() || self.rng.next_u64() % 4 == 0) {
                 self.late[to].push_back(n);
@@ -380,7 +382,7 @@ impl Fabric {
             _ => ops.len(),
         };
         let op = ops[self.rng.next_u64() as usize % some];
-        // The last message takes the window away.
+        // The last message invalidates the window.
         if typ == QpType::Rc && n + 1 == MESSAGES { WrOpcode::SendInv } else { op }
     }
 

@@ -1,13 +1,19 @@
-//! The simulation of a fleet: hosts, two control centres, their store and an operator, on a network that parts, with crashes and slow disks.
+//! The simulation of a fleet: hosts, two control centres, their store and an operator, on a network with partitions,
+//! with crashes and slow disks.
 //!
-//! Hosts run [`Agent`], centres run [`Centre`]; what surrounds them is modelled here: connections, the store with its lease ([`store`]), a host's
-//! disk and its vRNICs ([`host`]), and the program around a centre ([`process`]).
+//! Hosts run [`Agent`] and centres run [`Centre`]. The rest is modelled here: connections, the store with its lease
+//! ([`store`]), a host's disk and its vRNICs ([`host`]), and the program around a centre ([`process`]).
 //!
-//! After each step: no address, MAC, GUID or VNI is given twice; what a host has in force is exactly what it was to have by some revision; a
-//! host that nothing has disturbed has it within [`LAG_MS`], with the vRNICs that are declared for it and no others, so that no two hosts have one
-//! address, and has no connection that the rules forbid; hosts that a group's secret reaches
-//! take what the others send. No change that was acknowledged is lost. Once disturbances end, all hosts have everything and the centre serves.
-//! Whatever is not so panics.
+//! The simulation panics if one of these conditions is violated after a step:
+//!
+//! * No address, MAC, GUID or VNI is assigned twice.
+//! * The state that an agent has is exactly the state of its host at one revision.
+//! * A host that nothing has disturbed for [`LAG_MS`] has the newest state, exactly the vRNICs that are declared for it
+//!   (so no two hosts have the same address), and no connection that the rules forbid.
+//! * Undisturbed hosts accept the secrets that they send to each other with.
+//! * A change that was acknowledged is in the store.
+//!
+//! Once disturbances end, all hosts must reach the newest state and the centre must serve requests.
 
 mod host;
 mod process;
@@ -33,16 +39,17 @@ const CENTRES: usize = 2;
 const GROUPS: [&str; 3] = ["blue", "red", "green"];
 /// The virtual clock begins here, milliseconds since 1970.
 const EPOCH: u64 = 1_800_000_000_000;
-/// Everybody is looked at so often.
+/// Interval at which hosts and centres are polled and checked, ms.
 const TICK_MS: u64 = 50;
-/// How long news may take to a host that nothing disturbs.
+/// Longest time after which a host that nothing disturbs has a change, ms.
 const LAG_MS: u64 = 1_000;
-/// What is done in one step of a simulation.
+/// Length of one step of a simulation, ms.
 const STEP_MS: u64 = 10_000;
-/// How long everybody is left alone at the end. A host whose place is taken waits for up to 23 s before it asks again.
+/// Length of the time without disturbances at the end, ms. A host that a centre refuses because its former connection
+/// is not closed yet waits for up to 23 s before it connects again.
 const PEACE_MS: u64 = 90_000;
 
-/// What a simulation has seen.
+/// Statistics of a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Changes that the store has kept.
@@ -51,23 +58,24 @@ pub struct Report {
     pub refused: u64,
     /// Crashes of hosts and of centres.
     pub crashes: u64,
-    /// Times another centre has got the lease.
+    /// How often the lease went to another centre.
     pub elections: u64,
-    /// Connections between vRNICs that were made, and those that a change has ended.
+    /// Connections that were made between vRNICs.
     pub connections: u64,
-    /// See `connections`.
+    /// Connections between vRNICs that a change has ended.
     pub ended: u64,
-    /// Changes that hosts' own administrators asked for, and answers that they got.
+    /// Changes that the administrators of hosts asked for.
     pub asked: u64,
-    /// See `asked`.
+    /// Answers that the administrators of hosts received.
     pub answered: u64,
-    /// Times a host was told everything.
+    /// How often a host received the whole state.
     pub wholes: u64,
-    /// Of what happened, and when.
+    /// Digest of all events and their times.
     pub digest: u64,
 }
 
-/// Runs the simulation of a seed: so many steps of ten seconds, and then peace. Panics if something is not as it must be.
+/// Runs the simulation of a seed: `steps` steps of ten seconds, then `PEACE_MS` without disturbances. Panics if a
+/// condition is violated.
 pub fn run(seed: u64, steps: u64) -> Report {
     let mut world = World::new(seed);
     world.run_until(steps * STEP_MS);
@@ -77,7 +85,7 @@ pub fn run(seed: u64, steps: u64) -> Report {
     world.report
 }
 
-/// What a centre asks its store.
+/// A request of a centre to the store.
 enum Question {
     Campaign,
     Commit { number: u64, epoch: u64, revision: u64, writes: Arc<[Write]> },
@@ -85,7 +93,7 @@ enum Question {
     All,
 }
 
-/// What the store answers.
+/// The store's answer to a [`Question`].
 enum Answer {
     Campaign(Option<Granted>),
     Commit { number: u64, kept: bool },
@@ -93,7 +101,8 @@ enum Answer {
     All(u64, Vec<Write>),
 }
 
-/// Something that comes at its time. Numbers of lives tell those who have started anew meanwhile.
+/// An event of the simulation. `life` is the incarnation of the process that the event is for; later incarnations
+/// ignore it.
 enum Event {
     Asked {
         centre: usize,
@@ -105,31 +114,31 @@ enum Event {
         life: u64,
         answer: Answer,
     },
-    /// The connection is there, as the centre sees it; the host sees it a moment later.
+    /// The connection is open at the centre; the host learns it a moment later.
     Opened(u64),
     /// The next message to the host, or to the centre, is due.
     Deliver {
         link: u64,
         to_host: bool,
     },
-    /// An end hears that the other one has closed.
+    /// One end learns that the other one has closed the connection.
     Closed {
         link: u64,
         to_host: bool,
         why: &'static str,
     },
-    /// What a host had to do is done.
+    /// A host has done the work that its agent asked for.
     Carried {
         host: usize,
         life: u64,
         work: Vec<Work>,
     },
-    /// A centre hands a job to the one that allocates.
+    /// A centre forwards a job to the centre that has the lease.
     Forwarded {
         to: usize,
         job: Job,
     },
-    /// The one that allocates says what came of it.
+    /// The centre that has the lease returns the outcome of a forwarded job.
     Returned {
         to: usize,
         life: u64,
@@ -143,7 +152,7 @@ enum Event {
     Disturb,
 }
 
-/// A change that was kept: its number, and what it wrote.
+/// A change in the store: its revision and its writes.
 type Kept = (u64, Arc<[Write]>);
 
 /// A connection of a host with a centre.
@@ -157,14 +166,14 @@ struct Link {
     open: bool,
 }
 
-/// Two vRNICs with a connection, on these hosts.
+/// A connection between two vRNICs, and the hosts of both.
 #[derive(Clone, Debug, PartialEq)]
 struct Talk {
     names: [String; 2],
     hosts: [usize; 2],
 }
 
-/// All there is.
+/// The state of the whole simulation.
 struct World {
     now: u64,
     rng: Rng,
@@ -177,23 +186,23 @@ struct World {
     centres: Vec<Process>,
     links: BTreeMap<u64, Link>,
     talks: Vec<Talk>,
-    /// Counts connections that were made.
+    /// Number of connections that were made.
     talked: u64,
-    /// Of each host, what it was checked for: the true state and its own, and the connections.
+    /// For each host, the state that was checked last: revision of the store, [`Host::looked`], and `talked`.
     checked: [(u64, u64, u64); HOSTS],
-    /// Of each two hosts, for which state of theirs their secrets were compared.
+    /// For each pair of hosts, the values of [`Host::looked`] at which their secrets were compared last.
     checked_secrets: [[(u64, u64); HOSTS]; HOSTS],
-    /// Until when hosts do not reach centres, and centres the store.
+    /// Until when each host is cut off from each centre. `cut_store`: until when each centre is cut off from the store.
     cut: [[u64; CENTRES]; HOSTS],
     cut_store: [u64; CENTRES],
     slow_store: u64,
-    /// Since when nothing has disturbed a host's way to the store.
+    /// Since when nothing has disturbed a host's path to the store.
     calm: [u64; HOSTS],
     peace: bool,
-    /// Changes that were acknowledged: by their revision, what they wrote.
+    /// Changes that the store has committed, by revision.
     kept: BTreeMap<u64, Arc<[Write]>>,
     made: u64,
-    /// The last refusal that an operator has heard.
+    /// The last refusal that the operator received.
     refusal: String,
     leader: Option<usize>,
     report: Report,
@@ -419,7 +428,7 @@ impl World {
         }
     }
 
-    /// Sends a message; its turn comes after those before it.
+    /// Sends a message to the centre. Messages of a connection arrive in order.
     fn send_up(&mut self, id: u64, message: v1::FromHost) {
         let Some(link) = self.links.get_mut(&id) else { return };
         link.up.push_back(message);
@@ -441,7 +450,7 @@ impl World {
     fn deliver(&mut self, id: u64, to_host: bool) {
         let Some(link) = self.links.get(&id) else { return };
         if self.parted(link) {
-            // It is sent again until it comes through, or somebody gives up.
+            // The message is sent again until it arrives or one end gives up.
             self.at(200, Event::Deliver { link: id, to_host });
             return;
         }
@@ -479,7 +488,7 @@ impl World {
         }
     }
 
-    /// An end closes a connection, and does not hear of it any more.
+    /// One end closes a connection. It receives nothing from it any more.
     fn close(&mut self, id: u64, by_host: bool) {
         self.at(5, Event::Closed { link: id, to_host: !by_host, why: "closed" });
     }
@@ -511,9 +520,9 @@ impl World {
         }
     }
 
-    // --- what happens to them ---
+    // --- disturbances, users and programs ---
 
-    /// An operator changes something, at some centre.
+    /// An operator requests a random change from a random centre.
     fn operate(&mut self) {
         let centre = self.draw(CENTRES as u64) as usize;
         let mut names: Vec<String> = self.truth.vrnics.keys().cloned().collect();
@@ -561,7 +570,7 @@ impl World {
         self.take_job(centre, job);
     }
 
-    /// A host's own administrator makes or removes a vRNIC.
+    /// The administrator of a random host creates or removes a vRNIC.
     fn ask(&mut self) {
         let h = self.draw(HOSTS as u64) as usize;
         let own: Vec<String> = {
@@ -585,7 +594,7 @@ impl World {
         }
     }
 
-    /// Something goes wrong.
+    /// Causes a random fault.
     fn disturb(&mut self) {
         let (h, c) = (self.draw(HOSTS as u64) as usize, self.draw(CENTRES as u64) as usize);
         let long = if self.one_in(3) { 30_000 } else { 3_000 };
@@ -600,7 +609,7 @@ impl World {
         }
     }
 
-    /// Everything that is disturbed is well again, soon.
+    /// Ends all disturbances.
     fn heal(&mut self) {
         let now = self.now;
         self.peace = true;
@@ -612,7 +621,7 @@ impl World {
         self.centres.iter_mut().for_each(|c| c.down_until = c.down_until.min(now));
     }
 
-    /// Two vRNICs connect, if both their hosts let them; programs come and go.
+    /// Two random vRNICs connect if both their hosts allow it. Programs start and end.
     fn talk(&mut self) {
         let h = self.draw(HOSTS as u64) as usize;
         let names: Vec<String> = self.hosts[h].made.keys().cloned().collect();
@@ -638,7 +647,7 @@ impl World {
         }
     }
 
-    /// What a host has in force has changed: connections that it does not allow any more end.
+    /// Ends the connections that a host does not allow any more, after its state has changed.
     fn end_talks(&mut self, host: usize) {
         let before = self.talks.len();
         let mut talks = std::mem::take(&mut self.talks);
@@ -656,14 +665,14 @@ impl World {
             return;
         }
         self.report.crashes += 1;
-        // Either its supervisor was killed, and its vRNICs go on, or the machine was.
+        // Either only its supervisor was killed, and its vRNICs live on, or the whole machine has crashed.
         let all = self.one_in(2);
         self.hosts[h].crash(self.now, until, all);
         self.calm[h] = self.now;
         if all {
             self.talks.retain(|t| !t.hosts.contains(&h));
         }
-        // The machine's kernel closes the connection of a process that was killed; a machine without power says nothing.
+        // If only the process was killed, the kernel closes its connection. A machine without power sends nothing.
         if let Some(id) = self.hosts[h].link.take() {
             if all {
                 self.links.remove(&id);
@@ -688,7 +697,7 @@ impl World {
         }
     }
 
-    // --- what must be ---
+    // --- checks ---
 
     fn check(&mut self) {
         let now = self.now;
@@ -705,7 +714,7 @@ impl World {
             }
             let host = &self.hosts[h];
             let Some(agent) = &host.agent else { continue };
-            // What was right is right until something changes.
+            // A state that was checked need not be checked again.
             let is = (self.truth.centre.revision(), host.looked, self.talked);
             if self.checked[h] == is {
                 continue;
@@ -739,7 +748,7 @@ impl World {
         }
     }
 
-    /// After everybody was left alone: all have everything.
+    /// Checks the end of the simulation: every host has the newest state, and the centre serves a request.
     fn check_peace(&mut self) {
         let now = self.now;
         let c = self.store.holder(now).expect("a centre has the lease");
@@ -762,11 +771,11 @@ impl World {
         }
     }
 
-    /// Says to an operator what came of a call.
+    /// Records the outcome of an operator's call, and checks that an acknowledged change is in the store.
     fn operator_hears(&mut self, outcome: Result<Kept, String>) {
         match outcome {
             Ok((_, writes)) if writes.is_empty() => {}
-            // What was acknowledged is in the store, as it was acknowledged.
+            // An acknowledged change is in the store, unmodified.
             Ok((revision, writes)) => {
                 assert!(
                     self.kept.get(&revision) == Some(&writes),
@@ -781,7 +790,7 @@ impl World {
         }
     }
 
-    /// Tells whoever asked for a change what came of it.
+    /// Sends the outcome of a change to the operator or host that requested it.
     fn reply(&mut self, reply: Reply, outcome: Result<Kept, String>, answer: Option<v1::Reply>) {
         match reply {
             Reply::Nobody => {}
@@ -799,13 +808,13 @@ impl World {
     }
 }
 
-/// A group without a secret. Two of them have the same addresses.
+/// A group without a secret. Groups `blue` and `red` use the same addresses.
 fn declared_group(name: &str) -> v1::Group {
     let range = if name == "green" { "10.9.0.0/24" } else { "10.8.0.0/27" };
     v1::Group { name: name.into(), ranges: vec![range.into()], ..v1::Group::default() }
 }
 
-/// A host's agent as it starts.
+/// Starts the agent of a host with the records that its disk has.
 fn start_agent(host: &Host, kept: Vec<v1::Update>) -> Agent {
     let config = unirdma_fleet::agent::Config {
         version: "0.1.0".into(),

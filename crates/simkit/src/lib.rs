@@ -9,11 +9,11 @@
 //! * [`End`] is a program with one QP. It posts to its rings and polls its CQ as a driver does.
 //! * [`Pair`] is two connected ends on one RNIC; [`net::Net`] is several hosts with ends, and the network between them.
 //! * [`cm`] connects ends by address, [`xrc`] gives them shared receive queues, [`multicast`] makes groups of them.
-//! * [`peer`] and [`cm_peer`] put a peer that lies in the place of a host. Fuzz targets call them.
+//! * [`peer`] and [`cm_peer`] put a hostile peer in the place of a host. Fuzz targets call them.
 //! * [`connection`] and [`fabric`] are the simulations: random traffic on a bad network, all of whose outcomes are checked.
-//! * [`differ`] executes a random program within a host and between two, and compares what it sees.
+//! * [`differ`] executes a random program within one host and between two hosts, and compares the results.
 //!
-//! Whatever finds something wrong panics, as tests do.
+//! All of them panic when they find an error, as tests do.
 
 mod attr;
 pub mod cm;

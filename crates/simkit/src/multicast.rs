@@ -1,4 +1,4 @@
-//! A multicast group with one member on each host, who all send to it.
+//! A multicast group with one member on each host; all members send to it.
 
 use unirdma_formats::net::parse_grh;
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode};
@@ -6,16 +6,16 @@ use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode};
 use crate::net::{Net, gid};
 use crate::{address, pattern, status, wqe};
 
-/// Messages that a member sends, and receives that it has, all together.
+/// Number of messages that a member sends. `RECEIVES`: number of receives that it has. `ROOM`: bytes of each.
 const MESSAGES: u64 = 3;
 const RECEIVES: u64 = 16;
 const ROOM: u64 = 512;
-/// Where messages are sent from.
+/// Offset of the messages to send in a member's memory.
 const FROM: u64 = RECEIVES * ROOM;
 
-/// A multicast group, what its members have sent, and what they must have heard.
+/// A multicast group, and the number of messages that each member has sent.
 pub struct Group {
-    /// Its ends.
+    /// The ends of the members.
     members: Vec<usize>,
     ahs: Vec<u32>,
     sent: Vec<u64>,
@@ -40,14 +40,14 @@ impl Group {
         Group { sent: vec![0; members.len()], members, ahs, seed }
     }
 
-    /// Message `n` of a member: who sent it and which it is stand in front.
+    /// Message `n` of a member. It begins with the member and `n`.
     fn message(&self, member: usize, n: u64) -> Vec<u8> {
         let mut bytes = pattern(16 + self.seed.wrapping_mul(31).wrapping_add(n * 97) as usize % 200, self.seed ^ n);
         bytes[..2].copy_from_slice(&[member as u8, n as u8]);
         bytes
     }
 
-    /// One member sends, if it has not sent all yet.
+    /// Member `which` sends its next message, unless it has sent all.
     pub fn send(&mut self, net: &mut Net, which: u64) {
         let member = which as usize % self.members.len();
         let (end, n) = (self.members[member], self.sent[member]);
@@ -61,8 +61,9 @@ impl Group {
         }
     }
 
-    /// Each message reaches its sender once, and the others once, twice if the network doubled it, or not at all; more
-    /// often if members moved meanwhile. It is whole, and from whom it says. How many have reached others.
+    /// Checks the messages that each member received. Each message reaches its sender once. It reaches another member
+    /// at most once, or twice if the network duplicated it, and more often if members moved meanwhile. Its data and its
+    /// source address are right. Returns the number of messages that other members received.
     pub fn check(&self, net: &mut Net) -> u64 {
         let mut heard = 0;
         for (at, &end) in self.members.iter().enumerate() {
@@ -90,7 +91,7 @@ impl Group {
                     let allowed = match net.moves {
                         0 if member == at => sent..=sent,
                         0 => 0..=2 * sent,
-                        // Who moves to another host may find the copy for that host there.
+                        // A member that moves to another host may receive the copy for that host, too.
                         _ if member == at => sent..=2 * sent * net.rnics.len() as u32,
                         _ => 0..=2 * sent * net.rnics.len() as u32,
                     };

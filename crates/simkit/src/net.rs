@@ -14,27 +14,27 @@ use unirdma_rnic::{Arrival, Attached, Counters, Job, Object, Record, RestoreErro
 
 use crate::{End, IOVA, SECOND, address, attrs_of, ip, poll, wqe};
 
-/// How long a packet takes that is not held up.
+/// Transit time of a packet that is not delayed.
 const DELAY_NS: u64 = 5_000;
 
-/// The number of group 0 between hosts.
+/// VNI of group 0.
 pub const FIRST_VNI: u32 = 77;
-/// What rules call the groups 0, 1 and so on.
+/// The names of groups 0, 1 and 2 in rules.
 pub const NAMES: [&str; 3] = ["red", "blue", "green"];
 
-/// An end that has left waits at most this long for a host.
+/// Longest time for which a vRNIC is on no host.
 const MOST_AWAY_NS: u64 = SECOND / 10;
-/// A request that is repeated takes at least this long: an ACK timeout of code 16.
+/// Shortest time between retries of a request: an ACK timeout of code 16.
 const TRY_NS: u64 = SECOND / 4;
 
-/// What the network does to packets, in thousandths.
+/// Probabilities with which the network loses or changes packets, in thousandths.
 #[derive(Clone, Copy, Default)]
 pub struct Faults {
     /// Packets that do not arrive.
     pub loss: u64,
     /// Packets that arrive twice.
     pub duplication: u64,
-    /// Packets that others may overtake.
+    /// Packets that later ones may overtake.
     pub reordering: u64,
     /// Packets in which one bit changes.
     pub corruption: u64,
@@ -44,18 +44,18 @@ pub struct Faults {
 struct Flying {
     from: usize,
     to: usize,
-    /// The QPN that it is for.
+    /// Destination QPN.
     dest: u32,
-    /// Bytes of the headers of VXLAN and of the packet within; 0 if it is a plain packet.
+    /// Bytes of the VXLAN header and of the inner headers; 0 for a plain packet.
     outer: usize,
     bytes: Vec<u8>,
 }
 
-/// A job that somebody does on a host.
+/// A job that is being done on a host.
 struct Doing {
     host: usize,
     job: Box<Job>,
-    /// It was done, and its RNIC has not heard of that yet.
+    /// The job was done, but the RNIC does not know that yet.
     done: bool,
 }
 
@@ -64,7 +64,7 @@ struct Away {
     record: Vec<u8>,
     memory: Attached,
     since: u64,
-    /// When it comes back, and to which host.
+    /// When it is restored, on host `to`.
     until: u64,
     to: usize,
 }
@@ -77,12 +77,12 @@ pub struct Net {
     pub ends: Vec<End>,
     /// The group of each end.
     groups: Vec<u32>,
-    /// The host of each end, or that of an end that is away: the one that it left.
+    /// The host of each end; for an end that is away, the host that it left.
     homes: Vec<usize>,
     /// Ends whose vRNICs are on no host.
     away: BTreeMap<usize, Away>,
-    /// At so many thousandths of all moments at which something happens a vRNIC is saved and removed, to be restored on some host
-    /// a little later.
+    /// Probability, in thousandths, that a vRNIC is saved and removed at a moment at which something happens. It is
+    /// restored on some host a little later.
     pub wander: u64,
     /// How many times a vRNIC was restored.
     pub moves: u64,
@@ -90,28 +90,29 @@ pub struct Net {
     pub now: u64,
     /// By arrival and number.
     flying: BTreeMap<(u64, u64), Flying>,
-    /// How many packets are on their way or have been.
+    /// Number of packets that were sent and of jobs that were delayed. Orders those that are due at the same time.
     sent: u64,
-    /// What the network does to packets, from now on.
+    /// Faults of the network, from now on.
     pub faults: Faults,
-    /// Jobs are begun up to so many nanoseconds after they were made, and end up to so many after that. 0: at once.
+    /// Longest time between the creation and the start of a job, and between its start and its end, ns. 0: jobs are
+    /// done at once.
     pub late_ns: u64,
-    /// Jobs are given to nobody: they wait in `kept`, with the host that made them.
+    /// Jobs are not done. They wait in `kept`, with the host that made them.
     pub keeps_jobs: bool,
-    /// Jobs that nobody has begun.
+    /// Jobs that were not started.
     pub kept: Vec<(usize, Box<Job>)>,
     /// By time and number.
     doing: BTreeMap<(u64, u64), Doing>,
     rng: Rng,
-    /// Packets that left these hosts are lost.
+    /// For each host, whether all packets that it sends are lost.
     cut: Vec<bool>,
     /// The network marks every packet as congested.
     pub congested: bool,
-    /// Corrupted packets that the ICRC gave away.
+    /// Corrupted packets that the ICRC revealed.
     pub caught: u64,
-    /// Of all packets that were sent, and when: two runs with the same digest were the same.
+    /// Digest of all packets and the times at which they were sent. Two runs with the same digest were the same.
     pub digest: DefaultHasher,
-    /// Packets for each QP that did not arrive, or not whole.
+    /// Number of packets for each QP that were lost or corrupted.
     lost: HashMap<u32, u32>,
     /// Messages of connection management that were sent.
     pub mads: Vec<Mad>,
@@ -122,7 +123,7 @@ pub fn host(i: usize) -> IpAddr {
     IpAddr::from([192, 168, 0, 1 + i as u8])
 }
 
-/// Where a packet from `from` came in.
+/// The [`Arrival`] of a plain packet from `from`.
 pub fn arrival(from: IpAddr) -> Arrival {
     Arrival { from, port: ROCE_PORT, to: host(0), congested: false, group: None, source: None, sealed: false }
 }
@@ -151,7 +152,8 @@ impl Net {
         Self::homes(hosts, types, seed, faults, |end| end % hosts)
     }
 
-    /// Two connected ends of this type on the first of two hosts, without faults. Their connections bear one loss of a packet.
+    /// Two connected ends of this type on the first of two hosts, without faults. Their connections survive the loss of
+    /// one packet.
     pub fn together(typ: QpType) -> Net {
         let mut net = Net::homes(2, &[typ, typ], 9, Faults::default(), |_| 0);
         let few = |a| abi::QpAttr { retry_cnt: 1, rnr_retry: 7, ..a };
@@ -160,12 +162,12 @@ impl Net {
         net
     }
 
-    /// As [`Net::hosts`], with ends on the hosts that `home` says.
+    /// As [`Net::hosts`], with end `i` on host `home(i)`.
     pub fn homes(hosts: usize, types: &[QpType], seed: u64, faults: Faults, home: impl Fn(usize) -> usize) -> Net {
         Net::made(hosts, types, &vec![0; types.len()], seed, faults, home)
     }
 
-    /// As [`Net::homes`] without faults, with ends in these groups. Between hosts the number of a group is [`FIRST_VNI`] and that many more.
+    /// As [`Net::homes`] without faults, with ends in these groups. Group `g` has the VNI [`FIRST_VNI`]` + g`.
     pub fn groups(hosts: usize, types: &[QpType], groups: &[u32], home: impl Fn(usize) -> usize) -> Net {
         let mut net = Net::made(hosts, types, groups, 3, Faults::default(), home);
         net.rules(&[]);
@@ -214,8 +216,8 @@ impl Net {
         net
     }
 
-    /// Tells each host where the ends of the others are, and those of other groups here. An end that is away is where it was last, but for
-    /// that host.
+    /// Gives each host the routes to the ends on other hosts, and to the ends of other groups on the same host. An end
+    /// that is away is routed to the host that it left, and on that host to nowhere.
     fn set_routes(&mut self) {
         let groups: BTreeSet<u32> = self.groups.iter().copied().collect();
         for (h, rnic) in self.rnics.iter_mut().enumerate() {
@@ -232,7 +234,7 @@ impl Net {
         }
     }
 
-    /// These rules are in force on all hosts from now on. They call groups by the names of [`NAMES`], in the order of their numbers.
+    /// Puts these rules in force on all hosts. They name groups as in [`NAMES`], in the order of their numbers.
     pub fn rules(&mut self, rules: &[&str]) {
         let groups: BTreeSet<u32> = self.groups.iter().copied().collect();
         let vni = |name: &String| NAMES.iter().position(|n| n == name).map(|i| FIRST_VNI + i as u32);
@@ -250,8 +252,8 @@ impl Net {
         self.homes[end]
     }
 
-    /// Saves the vRNIC of an end and removes it from its host. It comes back to host `to` after a while, or when somebody needs
-    /// its RNIC.
+    /// Saves the vRNIC of an end and removes it from its host. It is restored on host `to` after `away_ns`, or earlier
+    /// if its RNIC is used.
     pub fn leave(&mut self, end: usize, to: usize, away_ns: u64) {
         if self.away.contains_key(&end) {
             return;
@@ -268,7 +270,7 @@ impl Net {
         let Some(mut a) = self.away.remove(&end) else { return };
         let now = self.now;
         let record = Record::from_bytes(&a.record).unwrap();
-        // A host on which another vRNIC has one of its keys or QPNs refuses it, and the next one takes it.
+        // A host on which another vRNIC has the same key or QPN refuses it. Then the next host is tried.
         let vnic = loop {
             match self.rnics[a.to].restore_vnic(now, &record, &mut a.memory) {
                 Ok(vnic) => break vnic,
@@ -277,7 +279,7 @@ impl Net {
             }
         };
         let rnic = &mut self.rnics[a.to];
-        // Nothing was lost: what is saved now is what was saved then.
+        // Nothing was lost: the vRNIC saves to the same record again.
         let again = rnic.save_vnic(now, vnic).unwrap();
         assert!(again == record, "end {end}: {again:?}\nand before\n{record:?}");
         assert!(again.to_bytes().unwrap() == a.record);
@@ -293,14 +295,14 @@ impl Net {
         }
     }
 
-    /// Perhaps a vRNIC leaves its host now.
+    /// With probability `wander`, a random vRNIC leaves its host.
     fn wander(&mut self) {
         if self.wander == 0 || !self.chance(self.wander) {
             return;
         }
         let [end, to, time] = [(); 3].map(|()| self.rng.next_u64() as usize);
         let to = to % self.rnics.len();
-        // Often it comes back at once, so that its peers have noticed nothing.
+        // Half of them come back at once, so that their peers notice nothing.
         let away_ns = if time % 2 == 0 { 0 } else { time as u64 / 2 % MOST_AWAY_NS };
         self.leave(end % self.ends.len(), to, away_ns);
     }
@@ -313,13 +315,13 @@ impl Net {
         self.rnics[h].at(now)
     }
 
-    /// The memory of an end is reached as private memory of a process from now on.
+    /// Reaches the memory of an end as private memory of a process from now on.
     pub fn go_through_process(&mut self, end: usize) {
         let home = self.host_of(end);
         self.ends[end].go_through_process(&mut self.rnics[home]);
     }
 
-    /// The session of an end, which comes back if it is away.
+    /// The session of an end. An end that is away is restored first.
     pub fn session(&mut self, end: usize) -> SessionId {
         self.come_back(end);
         self.ends[end].session
@@ -339,12 +341,12 @@ impl Net {
         self.rnic(a).create_ah(session, pd, &address(gid(b))).unwrap()
     }
 
-    /// Loses everything that a host sends, or no longer.
+    /// Sets whether all packets that a host sends are lost.
     pub fn cut(&mut self, host: usize, cut: bool) {
         self.cut[host] = cut;
     }
 
-    /// Polls a host's RNIC, and does the jobs that it gives, now or later; true if there was anything to do.
+    /// Polls a host's RNIC and handles its jobs as `late_ns` and `keeps_jobs` say. True if there was anything to do.
     fn poll(&mut self, host: usize) -> bool {
         if self.late_ns == 0 && !self.keeps_jobs {
             return poll(&mut self.rnics[host], self.now);
@@ -361,7 +363,7 @@ impl Net {
         found
     }
 
-    /// Does the one job that is kept, and tells its RNIC.
+    /// Does the only kept job, and returns it to its RNIC.
     pub fn do_kept(&mut self) {
         let [(host, job)] = &mut self.kept[..] else { panic!("{} jobs are kept", self.kept.len()) };
         job.run(&mut [0; 4096], || 0);
@@ -377,14 +379,14 @@ impl Net {
         self.doing.insert((at, self.sent), d);
     }
 
-    /// Does a job, or tells its RNIC that it was done.
+    /// Starts a job, or returns a job that is done to its RNIC.
     fn go_on(&mut self, mut d: Doing) {
         let rnic = self.rnics[d.host].at(self.now);
         if d.done {
             return rnic.end_job(d.job);
         }
         if self.rng.next_u64() % 16 == 0 {
-            // Somebody thinks that it takes long.
+            // As if a watcher found that the job takes long.
             rnic.note_slow(d.job.number());
         }
         d.job.run(&mut [0; 4096], || 0);
@@ -395,7 +397,7 @@ impl Net {
         self.rng.next_u64() % 1000 < thousandths
     }
 
-    /// Takes what a host sends; true if there was anything.
+    /// Takes the packets that a host sends and applies the network's faults. True if there were any.
     fn collect(&mut self, from: usize) -> bool {
         let tx = self.rnics[from].tx();
         let packets: Vec<_> = tx.packets().to_vec();
@@ -433,12 +435,12 @@ impl Net {
         !packets.is_empty()
     }
 
-    /// Packets of the connection between two ends, either way, that did not arrive, or not whole.
+    /// Number of packets of the connection between two ends, in both directions, that were lost or corrupted.
     pub fn lost_between(&self, a: usize, b: usize) -> u32 {
         self.lost_for(self.ends[a].qpn) + self.lost_for(self.ends[b].qpn)
     }
 
-    /// Packets for this QP that did not arrive, or not whole.
+    /// Number of packets for this QP that were lost or corrupted.
     pub fn lost_for(&self, qpn: u32) -> u32 {
         self.lost.get(&qpn).copied().unwrap_or(0)
     }
@@ -450,7 +452,7 @@ impl Net {
             let before = rnic.wire_drops().bad_icrc;
             let header = f.bytes.first_chunk::<VXLAN_BYTES>().unwrap();
             let vni = u32::from_be_bytes([0, header[4], header[5], header[6]]);
-            // A bit may have changed; then the packet is for nobody that there is.
+            // If a bit of the VNI has changed, the packet is for a group that does not exist.
             let group = vni.wrapping_sub(FIRST_VNI);
             let a = Arrival { source: vxlan_source(header), ..Arrival::inside(host(f.from), group) };
             rnic.handle_packet(self.now, &a, &f.bytes[VXLAN_BYTES + ETH_BYTES..]);
@@ -462,14 +464,14 @@ impl Net {
         if icrc(&envelope(f.from, f.to, 0, &f.bytes), body).to_le_bytes() == *crc {
             let before = dropped(rnic);
             rnic.handle_packet(self.now, &Arrival { congested, ..arrival(host(f.from)) }, body);
-            // It came to a host where its QP is not any more, or from one where its peer is not known to be yet.
+            // Its QP is not on this host any more, or this host does not know yet that the peer is on the sending host.
             *self.lost.entry(f.dest).or_default() += (dropped(rnic) - before) as u32;
         } else {
             self.caught += 1;
         }
     }
 
-    /// Runs until nothing is due before `limit` nanoseconds have passed.
+    /// Runs until `limit` nanoseconds have passed.
     pub fn run(&mut self, limit: u64) {
         let end = self.now + limit;
         loop {
@@ -504,12 +506,12 @@ impl Net {
         abi::SqWqe { remote_addr: IOVA + off, rkey: self.ends[1].key, ..wqe(op, wr_id) }
     }
 
-    /// As [`Net::remote`], with values for what only some opcodes look at: immediate data, and the operands of atomics.
+    /// As [`Net::remote`], with immediate data and the operands of atomics.
     pub fn request(&self, op: WrOpcode, wr_id: u64) -> abi::SqWqe {
         abi::SqWqe { compare_add: 3, swap: 9, imm: 7, ..self.remote(op, wr_id, 0) }
     }
 
-    /// Counters of the vRNIC of an end, which is not away.
+    /// Counters of the vRNIC of an end. The end must not be away.
     pub fn counters(&self, end: usize) -> Counters {
         self.rnics[self.host_of(end)].counters(self.ends[end].vnic).unwrap()
     }
@@ -521,7 +523,7 @@ impl Net {
     }
 }
 
-/// What the ICRC of a packet covers beside its bytes.
+/// The fields outside the packet's bytes that its ICRC covers.
 fn envelope(from: usize, to: usize, outer: usize, bytes: &[u8]) -> Envelope {
     if outer > 0 {
         let (f, _) = Flow::parse(&bytes[VXLAN_BYTES + ETH_BYTES..]).unwrap();

@@ -20,7 +20,7 @@ pub struct Pair {
     pub outputs: Vec<Output>,
 }
 
-/// Polls an RNIC, and does the jobs that it gives; true if there was anything to do.
+/// Polls an RNIC and does the jobs that it makes. True if there was anything to do.
 pub fn poll(rnic: &mut Rnic, now: u64) -> bool {
     let mut found = rnic.poll(now);
     while let Some(mut job) = rnic.take_job() {
@@ -98,7 +98,7 @@ impl Pair {
         }
     }
 
-    /// State of the QP of end a or b, as QUERY_QP has it.
+    /// State of the QP of end a or b, as QUERY_QP returns it.
     pub fn state(&self, of_a: bool) -> u8 {
         let e = if of_a { &self.a } else { &self.b };
         self.rnic.query_qp(e.session, e.qpn).unwrap().qp_state

@@ -1,4 +1,4 @@
-//! A peer that lies, driven by bytes: for fuzzing, and for its corpus.
+//! A hostile peer, driven by bytes: for fuzzing, and for its corpus.
 
 use unirdma_formats::wire::{AtomicEth, Deth, Opcode, Packet, Reth, padding};
 use unirdma_formats::{QpState, QpType, WrOpcode};
@@ -6,7 +6,7 @@ use unirdma_formats::{QpState, QpType, WrOpcode};
 use crate::net::{Faults, Net, arrival, host};
 use crate::{IOVA, MR_BYTES, QKEY, SECOND};
 
-/// Reads small numbers off the input; 0 when it is at its end.
+/// Reads numbers from the input. Yields 0 at its end.
 pub(crate) struct Input<'a>(pub(crate) &'a [u8]);
 
 impl Input<'_> {
@@ -21,11 +21,12 @@ impl Input<'_> {
     }
 }
 
-/// Bytes at the end of an end's memory that no receive and no grant covers.
+/// Size of an area at the end of an end's memory that no receive and no grant covers.
 const GUARD: usize = 4096;
 
-/// Two hosts with a QP of each type; end 0's host is real, end 1's is the peer's. Each step of the input is a packet, a
-/// request, a receive or time. Nothing may panic, and memory without a grant stays as it is.
+/// Two hosts with QPs of types RC, UC and UD. The host of the even ends is real, the input plays the host of the odd
+/// ones. Each step of the input is a packet, a request, a receive or time. Nothing may panic, and memory without a
+/// grant must stay unchanged.
 pub fn lying_peer(data: &[u8]) {
     let mut input = Input(data);
     let types = [QpType::Rc, QpType::Rc, QpType::Uc, QpType::Uc, QpType::Ud, QpType::Ud];

@@ -1,4 +1,4 @@
-//! Extended reliable connections: shared receive queues that messages name, and targets.
+//! Extended reliable connections: XRC SRQs, which messages name, and target QPs.
 
 use std::ops::{Deref, DerefMut};
 
@@ -13,7 +13,7 @@ use crate::{End, aligned, attrs_of, create_of};
 
 /// A shared receive queue of a program.
 pub struct SharedQueue {
-    /// As its session calls it.
+    /// The session's handle of the SRQ.
     pub srq: u32,
     /// The number by which messages name it, if it is an XRC SRQ.
     pub number: u32,
@@ -37,7 +37,7 @@ impl SharedQueue {
         self.recv_raw(abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 }, sges);
     }
 
-    /// Posts a receive WQE that says of itself what `head` says.
+    /// Posts a receive WQE with this header, which may be wrong.
     pub fn recv_raw(&mut self, head: abi::RqWqe, sges: &[abi::Sge]) {
         self.rings.rq_put(self.prod, 0, head.as_bytes());
         self.rings.rq_put(self.prod, abi::RQ_DATA, sges.as_bytes());
@@ -45,7 +45,7 @@ impl SharedQueue {
         self.rings.set_rq_prod(self.prod);
     }
 
-    /// Slots that are free.
+    /// Number of free slots.
     pub fn free(&self) -> u32 {
         self.rings.rq_free(self.prod)
     }
@@ -53,7 +53,7 @@ impl SharedQueue {
 
 /// An XRC SRQ of a program, and its domain.
 pub struct XrcSrq {
-    /// The XRC domain, as its session calls it.
+    /// The session's handle of the XRC domain.
     pub xrcd: u32,
     /// The SRQ.
     pub queue: SharedQueue,

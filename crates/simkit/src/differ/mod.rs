@@ -1,31 +1,33 @@
-//! The differential simulation: one random program is executed within a host and between two hosts, and everything that it sees must be
-//! the same.
+//! The differential simulation: one random program is executed within a host and between two hosts. Both executions
+//! must have the same results.
 //!
-//! A seed is a program: connections of all types between two programs with their memory, requests and receives of which many are wrong,
-//! commands in between (`program`). Two worlds do what it says, one with both programs on one host and one with two hosts and a network
-//! that loses nothing (`world`). In each world some memory is reached as private memory of a process, elsewhere than in the other one.
+//! Each seed has its own program: connections of all types between two programs with their memory, requests and
+//! receives of which many are wrong, and commands in between (`program`). Two worlds execute it, one with both programs
+//! on one host and one with two hosts and a network that loses nothing (`world`). The memory regions that are reached
+//! as private memory of a process differ between the worlds.
 //!
-//! The program comes in phases. In a phase requests are posted, and then time passes until all has come to rest. What is compared at the end of
-//! each phase: completions of each CQ in their order, asynchronous events of each object in their order, completion events, what commands
-//! returned, what QUERY_QP and QUERY_SRQ say, free slots, counters, and memory.
+//! The program consists of phases. In a phase requests are posted, and then time passes until everything has come to
+//! rest. At the end of each phase these are compared: the completions of each CQ in order, the asynchronous events of
+//! each object in order, completion events, the results of commands, of QUERY_QP and of QUERY_SRQ, free slots,
+//! counters, and memory.
 //!
-//! What may differ, and why the simulation does not ask for it, or does not compare it:
+//! These results may differ; the simulation avoids or ignores them:
 //!
-//! | what | why |
+//! | result | reason |
 //! |---|---|
-//! | the order of completions of different CQs, and of events of different objects | nothing says it; the network takes time |
-//! | data of a message that failed or was dropped (`doubts`) | a responder may have stored its first packets (IBTA vol. 1, 9.7.4.1) |
+//! | order of completions of different CQs, and of events of different objects | unspecified; the network takes time |
+//! | data of a message that failed or was dropped (`doubts`) | its first packets may be stored (IBTA vol. 1, 9.7.4.1) |
 //! | all but `wr_id`, status, `qp_num` and vendor error of a completion with an error | undefined by `ibv_poll_cq(3)` |
-//! | what both ends of a connection do at once, if one of them fails | who was first is a matter of time |
-//! | which of several QPs gets a receive of an SRQ | as before; so one QP at a time sends to an SRQ |
-//! | whether a QP with more READs under way than its peer takes fails | as before; so both ends have the same number |
-//! | what requests did that follow the one whose completion overran a CQ | they may have left already |
-//! | PSNs of a connection that has failed | packets take PSNs; messages within a host do when they are done |
-//! | QPs with another MTU or PSN than their peer, or whose peer is connected to another QP | packets do not say whose they are |
-//! | a READ, and behind it a SEND without fence that takes the READ's grant back | only a fence orders them (IBTA vol. 1, table 76) |
-//! | which of `dropped` and `qkey_violations` counts a datagram | its QP may be failing by a receive in memory that takes time |
-//! | which of two faults of a message is told: its receive, or the key that it takes back | that key is in the last packet; so such messages have one |
-//! | how often a receiver was not ready, timeouts, and the counters of packets | they count tries and packets |
+//! | results of both ends of a connection that act at once, if one of them fails | which end is first depends on time |
+//! | which of several QPs gets a receive of an SRQ | depends on time; so one QP at a time sends to an SRQ |
+//! | whether a QP with more outstanding READs than its peer takes fails | depends on time; so both have the same limit |
+//! | requests after the one whose completion overran a CQ | they may have been sent already |
+//! | PSNs of a connection that has failed | each packet takes a PSN; a local message takes its PSNs when it completes |
+//! | QPs with another MTU, PSN or destination than their peer has | packets do not name their sender |
+//! | a READ, then a SEND without fence that invalidates its window | only a fence orders them (IBTA vol. 1, table 76) |
+//! | whether `dropped` or `qkey_violations` counts a datagram | its QP may be failing by a slow receive at that time |
+//! | which of two faults of a message is reported, receive or invalidation | the key comes last; so one at most is wrong |
+//! | RNR NAKs, timeouts, and the counters of packets | they count tries and packets |
 
 mod program;
 mod world;
@@ -41,17 +43,17 @@ use crate::pattern;
 use program::{Act, At, Key, Program, REGIONS, USED, iova};
 use world::World;
 
-/// What a simulation has seen, so that a test may ask whether it has seen enough.
+/// Statistics of a simulation. A test can check with them that it has covered enough.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// Completions by opcode and status; those with an error by status alone.
+    /// Number of completions by opcode and status. Completions with an error have no opcode.
     pub completions: BTreeMap<(Option<u8>, u8), u64>,
-    /// Asynchronous events by kind.
+    /// Number of asynchronous events by kind.
     pub events: BTreeMap<String, u64>,
 }
 
 impl Report {
-    /// Adds what another simulation has seen.
+    /// Adds the statistics of another simulation.
     pub fn add(&mut self, other: &Report) {
         other.completions.iter().for_each(|(k, n)| *self.completions.entry(*k).or_default() += n);
         other.events.iter().for_each(|(k, n)| *self.events.entry(k.clone()).or_default() += n);
@@ -68,13 +70,13 @@ impl Report {
     }
 }
 
-/// What the channels of asynchronous events begin with.
+/// Prefix of the names of channels with asynchronous events.
 const EVENTS: &str = "events of ";
 
-/// What there is to be seen of a world at the end of a phase.
+/// The results that a world shows at the end of a phase.
 #[derive(Default)]
 struct Seen {
-    /// By what it is of, in its order.
+    /// Results in order, by the object that they are of.
     channels: BTreeMap<String, Vec<String>>,
     completions: Vec<abi::Cqe>,
     states: BTreeMap<At, u8>,
@@ -88,7 +90,7 @@ impl Seen {
     }
 }
 
-/// Runs the program of a seed in both worlds. Panics at the first difference, with all that was done and seen until then.
+/// Runs the program of a seed in both worlds. Panics at the first difference, with all acts and results until then.
 pub fn run(seed: u64, phases: u64) -> Report {
     let mut program = Program::new(seed);
     let mut rng = Rng::new(seed ^ 0xc09e);
@@ -118,7 +120,7 @@ pub fn run(seed: u64, phases: u64) -> Report {
     report
 }
 
-/// Appends what was done in a phase, and what was seen.
+/// Appends the acts and the results of a phase.
 fn describe(trace: &mut String, n: u64, acts: &[Act], worlds: &[World; 2], seen: &[Seen; 2]) {
     let _ = writeln!(trace, "phase {n}");
     for act in acts {
@@ -131,7 +133,7 @@ fn describe(trace: &mut String, n: u64, acts: &[Act], worlds: &[World; 2], seen:
     }
 }
 
-/// The first thing of which both worlds do not show the same.
+/// Describes the first channel whose contents differ.
 fn difference([a, b]: &[Seen; 2]) -> Option<String> {
     let mut all = a.channels.keys().chain(b.channels.keys());
     let of = all.find(|of| a.channels.get(*of) != b.channels.get(*of))?;
@@ -139,8 +141,8 @@ fn difference([a, b]: &[Seen; 2]) -> Option<String> {
     Some(format!("{of} differ\n  one host:\n    {}\n  two hosts:\n    {}", text(a), text(b)))
 }
 
-/// Places of the programs' memory that need not be the same after this phase: of receives and targets of messages that failed or were
-/// dropped, since part of them may have come. Program, offset, length.
+/// Memory that may differ after this phase: receives and targets of messages that failed or were dropped, since part of
+/// their data may have arrived. Each is a program, an offset and a length.
 fn doubts(program: &Program, seen: &Seen) -> Vec<(usize, u64, u64)> {
     let status = |wr_id: u64| seen.completions.iter().find(|c| c.wr_id == wr_id);
     let broken = |wr_id: u64| status(wr_id).is_some_and(|c| !matches!(c.status, 0 | 5));
@@ -189,7 +191,7 @@ fn doubts(program: &Program, seen: &Seen) -> Vec<(usize, u64, u64)> {
     found
 }
 
-/// The first memory that is not in doubt and not the same.
+/// Describes the first difference of memory outside `doubts`.
 fn memory_difference([a, b]: &[World; 2], doubts: &[(usize, u64, u64)]) -> Option<String> {
     for end in 0..2 {
         let [mut one, mut two] = [a, b].map(|w| w.memory(end, 0, USED));

@@ -1,4 +1,4 @@
-//! The random program: what it asks for, phase by phase, in roles that mean the same in both worlds.
+//! The random program: its acts, phase by phase, in terms that mean the same in both worlds.
 
 mod request;
 
@@ -10,7 +10,7 @@ use super::Seen;
 use crate::ALL;
 use unirdma_rnic::Rng;
 
-/// A QP: which program's, and of which connection.
+/// A QP: the number of its program, and of its connection.
 pub(super) type At = (usize, usize);
 
 /// The memory regions of each program, at these places of its memory.
@@ -23,24 +23,25 @@ pub(super) const REGIONS: [Region; 7] = [
     Region { at: 3 * PART + 4 * SMALL, len: SMALL, access: ALL, main: false },
     Region { at: 3 * PART + 5 * SMALL, len: SMALL, access: ALL, main: true },
 ];
-/// Of [`REGIONS`]: what may be written by its program alone, only be sent from, only be READ, only be written by peers; what lies in
-/// another PD; and what is deregistered before anything begins.
+/// Indices in [`REGIONS`]: the region that only its program may write, that can only be sent from, that peers may only
+/// READ, that peers may write, that lies in another PD, and that is deregistered before anything begins.
 const OWN: usize = 1;
 const SOURCE: usize = 2;
 const READABLE: usize = 3;
 const WRITABLE: usize = 4;
 const OTHER_PD: usize = 5;
 pub(super) const GONE: usize = 6;
-/// The first region has three parts. In each phase messages come from one of the first two and go to the other; the third one is for
-/// receives.
+/// Size of a part of the first region, which has three. In each phase messages come from one of the first two and go to
+/// the other; the third one is for receives.
 const PART: u64 = 1 << 16;
 const SMALL: u64 = 1 << 13;
 /// Bytes of a program's memory that it uses.
 pub(super) const USED: u64 = 3 * PART + 6 * SMALL;
-/// Windows of each program for each connection, which no other one names: one of type 1 and one of type 2.
+/// Number of windows that each program has for each connection, which only that connection names: one of type 1 and one
+/// of type 2.
 pub(super) const WINDOWS: usize = 2;
 
-/// Bytes and access of a window that grants all that peers name.
+/// Length and access of a window that covers all memory and access that peers name.
 const WHOLE: (u64, u64) = (2 * PART, ALL as u64);
 
 /// A memory region of a program.
@@ -50,7 +51,7 @@ pub(super) struct Region {
     pub at: u64,
     pub len: u64,
     pub access: u32,
-    /// It lies in the PD of the QPs.
+    /// The region is in the PD of the QPs.
     pub main: bool,
 }
 
@@ -59,10 +60,10 @@ pub(super) fn iova(region: usize) -> u64 {
     (1 + region as u64) << 24
 }
 
-/// What a connection is.
+/// The kind of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
-    /// The type of the QP of program 0. The other one is its peer.
+    /// The type of the QP of program 0. The QP of program 1 has the peer type.
     pub typ: QpType,
     /// Receives come from the program's SRQ.
     pub shared: bool,
@@ -74,12 +75,12 @@ pub(super) struct Kind {
     pub tiny: bool,
 }
 
-/// A key as the program names it.
+/// A key, as the program names it. Regions and windows are named by program and number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Region(usize, usize),
     Window(usize, usize),
-    /// That of the program's first region, but for its lower bits.
+    /// The key of the program's first region, with a wrong low bit.
     Nearly(usize),
     Nobodys,
 }
@@ -93,7 +94,7 @@ pub(super) struct Piece {
     pub key: Key,
 }
 
-/// Where receives are posted.
+/// A receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Queue {
     Own(At),
@@ -102,7 +103,7 @@ pub(super) enum Queue {
 }
 
 impl Queue {
-    /// Whose it is.
+    /// The program that owns the queue.
     pub fn end(self) -> usize {
         match self {
             Queue::Own((end, _)) | Queue::Shared(end) | Queue::Xrc(end) => end,
@@ -114,23 +115,23 @@ impl Queue {
 #[derive(Clone, Debug)]
 pub(super) struct Request {
     pub op: WrOpcode,
-    /// In the place of the number of `op`.
+    /// A wrong opcode that replaces `op`.
     pub raw_op: Option<u8>,
     pub flags: u32,
     pub pieces: Vec<Piece>,
-    /// In the place of how many `pieces` there are.
+    /// A wrong number of SGEs that replaces the length of `pieces`.
     pub num_sge: Option<u8>,
     /// Bytes of data in the WQE.
     pub inline: Option<u16>,
-    /// The remote key, or that of the window that is bound.
+    /// The remote key, or the key of the window to bind.
     pub rkey: Key,
     pub addr: u64,
-    /// The key that is taken back, or the lkey of the region that a window is bound to.
+    /// The key to invalidate, or the lkey of the region that a window is bound to.
     pub other: Key,
     pub imm: u32,
-    /// Operands of an atomic; bytes and access of a window; bytes of a FLUSH.
+    /// Operands of an atomic; length and access of a window; length of a FLUSH.
     pub operands: (u64, u64),
-    /// Where a datagram goes.
+    /// Destination of a datagram.
     pub to: To,
 }
 
@@ -143,15 +144,15 @@ pub(super) enum To {
     WrongKey,
     /// With the Q_Key of the sender's QP.
     OwnKey,
-    /// By an address handle of another PD.
+    /// With an address handle of another PD.
     OtherHandle,
-    /// By no address handle.
+    /// With an invalid address handle.
     NoHandle,
     /// To the sender's own QP.
     Itself,
 }
 
-/// Attributes with which a connection is made; those of the requester and of the responder.
+/// Attributes with which a connection is made, of both requester and responder.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attributes {
     pub mtu: u8,
@@ -160,11 +161,11 @@ pub(super) struct Attributes {
     pub rnr_retry: u8,
     pub min_rnr_timer: u8,
     pub access: u32,
-    /// READs and atomics that a requester may have outstanding; a responder takes as many.
+    /// `max_rd_atomic` of the requester and `max_dest_rd_atomic` of the responder.
     pub reads: u8,
 }
 
-/// A state that a QP is told to go to.
+/// A change of the state or access of a QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Error,
@@ -172,15 +173,15 @@ pub(super) enum Change {
     /// From SQD or SQE.
     Send,
     Reset,
-    /// To INIT, which most states do not go to.
+    /// To INIT. Most states refuse it.
     Init,
     Access(u32),
 }
 
-/// One thing that a program does, or time that passes.
+/// An act of a program, or a time that passes.
 #[derive(Clone, Debug)]
 pub(super) enum Act {
-    /// Both QPs go to RESET and to RTS; `late`: the one of this program stays in RTR.
+    /// Both QPs go to RESET and then to RTS. The QP of the program in the last field stays in RTR.
     Connect(usize, Attributes, Option<usize>),
     Recv {
         queue: Queue,
@@ -194,7 +195,7 @@ pub(super) enum Act {
         request: Request,
     },
     Modify(At, Change),
-    /// Asks for the next completion event, or the next solicited one, of both CQs.
+    /// Arms both CQs of the QP for the next completion event, or for the next solicited one.
     Arm(At, bool),
     Limit(Queue, u32),
     /// Deregisters a region and registers it anew.
@@ -203,17 +204,17 @@ pub(super) enum Act {
     RenewWindow(usize, usize),
     /// Destroys a QP and makes another one in its place.
     Replace(At),
-    /// Nanoseconds pass; at the end of a phase many, so that all comes to rest.
+    /// Nanoseconds pass. Each phase ends with a long time in which everything comes to rest.
     Run(u64),
 }
 
-/// Time in which everything comes to rest that does not wait for ever.
+/// Time in which everything comes to rest that does not retry for ever.
 pub(super) const REST: u64 = crate::SECOND / 2;
-/// Less than the RNR timers of [`SLOW_RNR`], and more than a packet takes there and back.
+/// Shorter than the RNR timers of [`SLOW_RNR`], longer than the round trip of a packet.
 const MOMENT: u64 = 300_000;
 const SLOW_RNR: [u8; 2] = [12, 14];
 
-/// The program of a seed, and what it knows of its worlds.
+/// The program of a seed, and its knowledge of the worlds.
 pub(super) struct Program {
     rng: Rng,
     pub kinds: Vec<Kind>,
@@ -224,17 +225,17 @@ pub(super) struct Program {
     room: BTreeMap<At, (u32, u32)>,
     /// Receives that have not completed.
     pub receives: BTreeMap<u64, (Queue, Vec<Piece>)>,
-    /// Receives that have gone with their QP in the phase that runs.
+    /// Receives that were lost with their QP in the current phase.
     pub gone: BTreeMap<u64, (Queue, Vec<Piece>)>,
-    /// Requests of the phase that runs.
+    /// Requests of the current phase.
     pub sent: Vec<(At, u64, Request)>,
-    /// Windows, by program and number, that grant all that a peer names.
+    /// Windows that are bound to [`WHOLE`], by program and number.
     bound: BTreeSet<(usize, usize)>,
     next_wr: u64,
     phase: u64,
-    /// Bytes of each program's parts that are given away in this phase: of the part that messages go to, and of the small regions.
+    /// For each program and region, the number of bytes that were allocated as targets in the current phase.
     given: [[u64; REGIONS.len()]; 2],
-    /// Where the next receive goes in the third part.
+    /// Offset of the next receive in the third part, of each program.
     cursor: [u64; 2],
 }
 
@@ -247,7 +248,8 @@ impl Program {
             let bits = rng.next_u64();
             Kind {
                 typ: typ[bits as usize % typ.len()],
-                // A UC QP may keep a receive of a message that was broken off, which another QP of the SRQ would wait for.
+                // A UC QP may keep a receive for a message that was aborted. Another QP of the SRQ would wait for that
+                // receive.
                 shared: bits >> 8 & 3 == 0 && bits as usize % typ.len() != 3,
                 sig_all: bits >> 10 & 3 == 0,
                 one_cq: bits >> 12 & 1 == 0,
@@ -286,7 +288,7 @@ impl Program {
         of[self.below(of.len() as u64) as usize]
     }
 
-    /// The queue from which the QP of a program takes its receives.
+    /// The queue from which a QP takes its receives.
     pub fn queue_of(&self, (end, c): At) -> Queue {
         match self.kinds[c].typ {
             QpType::XrcSend => Queue::Xrc(end),
@@ -295,7 +297,7 @@ impl Program {
         }
     }
 
-    /// What the worlds have shown at the end of a phase.
+    /// Updates the program's knowledge with the results of a phase.
     pub fn learn(&mut self, seen: &Seen) {
         for cqe in &seen.completions {
             self.receives.remove(&cqe.wr_id);
@@ -321,7 +323,7 @@ impl Program {
         (self.states, self.room) = (seen.states.clone(), seen.room.clone());
     }
 
-    /// The next phase: it ends when everything has come to rest.
+    /// The acts of the next phase. At its end everything has come to rest.
     pub fn phase(&mut self) -> Vec<Act> {
         self.phase += 1;
         self.sent.clear();
@@ -344,7 +346,8 @@ impl Program {
         let mut busy = Vec::new();
         let mut late = Vec::new();
         for c in 0..self.kinds.len() {
-            // Only one program of a connection sends in a phase: the order of its sends and its receives is then no matter of time.
+            // Only one program of a connection sends in a phase. Otherwise the order of its sends and its receives
+            // would depend on time.
             let from = if self.kinds[c].typ == QpType::XrcSend { 0 } else { self.below(2) as usize };
             let queue = self.queue_of((1 - from, c));
             if busy.contains(&queue) || self.once_in(4) {
@@ -367,12 +370,12 @@ impl Program {
         acts
     }
 
-    /// Connects a connection that has failed, or one in eight others; asks for events.
+    /// Connects a connection if it has failed (five of six times) or at random (one of eight times). Arms CQs.
     fn begin_phase_of(&mut self, c: usize, acts: &mut Vec<Act>) {
         let states = [0, 1].map(|end| self.states.get(&(end, c)).copied().unwrap_or(0));
         let works = states == [3, 3];
         if self.kinds[c].tiny && self.phase > 1 {
-            // CQs that have overrun stay so, with their QPs.
+            // CQs that have overrun, and their QPs, stay unusable.
             return;
         }
         if !works && !self.once_in(6) || self.once_in(8) {
@@ -407,7 +410,7 @@ impl Program {
         }
     }
 
-    /// Requests of a QP, and the receives that they find.
+    /// Adds requests of a QP, and the receives for them.
     fn traffic(&mut self, from: At, queue: Queue, acts: &mut Vec<Act>, late: &mut Vec<Act>) {
         let (end, c) = from;
         let (kind, a) = (self.kinds[c], self.attributes[c]);
@@ -423,7 +426,7 @@ impl Program {
             _ => 16 - waiting.min(16),
         };
         let missing = lengths.len().saturating_sub(waiting);
-        // A requester that tries for ever must find its receives; another one may find them in time, or never.
+        // A requester that retries for ever must find its receives. Another one may find them in time, or never.
         let endless = a.rnr_retry == 7 && kind.typ.is_reliable();
         let in_time = endless || a.rnr_retry > 0 && SLOW_RNR.contains(&a.min_rnr_timer);
         let later = self.once_in(3) && in_time && kind.typ.is_reliable();
@@ -440,7 +443,7 @@ impl Program {
                 receives.push(r);
             }
         }
-        // Without room for its receives the requester would try for ever.
+        // Without room for the receives the requester would retry for ever.
         if endless && receives.len() < missing {
             acts.append(&mut receives);
             return;
@@ -455,7 +458,7 @@ impl Program {
             self.sent.push((from, wr_id, request.clone()));
             acts.push(Act::Send { qp: from, wr_id, request });
         }
-        // The receiver goes while the requester waits for it, or before it begins.
+        // The receiving QP is replaced while the requester waits for it, or before the requester begins.
         if self.once_in(24) {
             let at = (1 - end, c);
             if self.once_in(2) {
@@ -466,14 +469,14 @@ impl Program {
             self.lose(at);
             late.retain(|act| !matches!(act, Act::Recv { queue, .. } if *queue == Queue::Own(at)));
         }
-        // What is told before the QP has its turn finds nothing under way.
+        // These changes precede the QP's first turn, so no request is in progress yet.
         if self.once_in(10) {
             let mut at = (self.below(2) as usize, c);
             let flags = self.pick(&[0, 1, 2 | 1, 4, ALL]);
             let change = [Change::Error, Change::Drain, Change::Reset, Change::Init, Change::Access(flags)];
             let change = self.pick(&change);
             if change == Change::Drain {
-                // The other one has drained, or fails before by what it is sent.
+                // The receiver is never drained: it would have drained already, or fail first by a message.
                 at = from;
             }
             acts.push(Act::Modify(at, change));
@@ -486,7 +489,7 @@ impl Program {
         }
     }
 
-    /// What is posted to the receive queue of a QP goes with it.
+    /// Moves the receives of a QP's own queue from `receives` to `gone`.
     fn lose(&mut self, at: At) {
         let all = std::mem::take(&mut self.receives);
         let (lost, left) = all.into_iter().partition(|(_, (queue, _))| *queue == Queue::Own(at));

@@ -1,4 +1,4 @@
-//! One of the two worlds: it does what the program says, and shows what the program would see.
+//! One of the two worlds: it executes the program's acts and records their visible results.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -18,10 +18,10 @@ use crate::net::{Faults, Net, gid};
 use crate::xrc::{SharedQueue, XrcSrq};
 use crate::{CAP, QKEY, Queues, address, attrs_of, create_of, new_cq, pattern, wqe};
 
-/// Doorbells are looked at again after this time.
+/// Longer than any backoff of doorbell polling.
 const MUTED_NS: u64 = 100_000;
 
-/// What one program has in one world. Its session, its first PD and its memory are those of an end of the network.
+/// The objects of one program in one world. The end of the network has its session, its first PD and its memory.
 struct Side {
     other_pd: u32,
     /// Handles and keys.
@@ -38,7 +38,7 @@ struct Side {
 /// A QP of a program.
 struct Member {
     queues: Queues,
-    /// Which of its program's CQs it has for sends and for receives; none for the target of an XRC connection.
+    /// Indices of its program's CQs for sends and for receives; `None` for the target of an XRC connection.
     cqs: Option<[usize; 2]>,
 }
 
@@ -49,14 +49,15 @@ pub(super) struct World {
     kinds: Vec<Kind>,
     sides: Vec<Side>,
     qps: BTreeMap<At, Member>,
-    /// What all numbers of QPs stand for that there were.
+    /// Names of all QPs that existed, by QPN.
     names: HashMap<u32, String>,
-    /// Which regions are reached as private memory of a process.
+    /// Bit mask of the regions that are reached as private memory of a process.
     private: u64,
 }
 
 impl World {
-    /// The world of a seed on so many hosts. The bits of `private` say which regions are reached as private memory of a process.
+    /// The world of a seed on `hosts` hosts. The bits of `private` say which regions are reached as private memory of a
+    /// process.
     pub fn new(name: &'static str, hosts: usize, seed: u64, kinds: &[Kind], private: u64) -> World {
         let mut net = Net::hosts(hosts, &[QpType::Rc, QpType::Rc], seed, Faults::default());
         let sides = (0..2).map(|end| Side::new(&mut net, end)).collect();
@@ -138,7 +139,7 @@ impl World {
         self.qps.insert(at, Member { queues, cqs: (!target).then_some([send, recv]) });
     }
 
-    /// Does all this, and then shows what there is to be seen.
+    /// Executes these acts, and then records the state that a program can see.
     pub fn perform(&mut self, acts: &[Act]) -> Seen {
         let mut seen = Seen::default();
         for act in acts {
@@ -206,7 +207,8 @@ impl World {
                 self.make_qp(*at);
             }
             Act::Run(ns) => {
-                // If the doorbells of a vRNIC have rung for nothing, they are not looked at for up to 50 us, and no timer says when they are.
+                // After spurious doorbells a vRNIC's doorbells are not polled for up to 50 us, and no timer says when
+                // polling resumes.
                 self.net.run(MUTED_NS);
                 self.net.run(*ns - MUTED_NS);
             }
@@ -380,7 +382,8 @@ impl World {
         for c in cqes {
             let status = WcStatus::from_raw(c.status.into());
             let qp = self.names.get(&c.qp_num);
-            // What is defined of a completion with an error (`ibv_poll_cq(3)`), and which slots are free from then on.
+            // The fields that are defined for a completion with an error (`ibv_poll_cq(3)`), and the slots that it
+            // frees.
             let mut text = format!("{} {status:?} {qp:?} index {} vendor {}", c.wr_id, c.wqe_index, c.vendor_err);
             if c.status == 0 {
                 let inv = u32::from(c.wc_flags) & wc_flags::WITH_INV != 0;

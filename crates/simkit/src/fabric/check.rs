@@ -1,4 +1,4 @@
-//! What may have come of the traffic on a fabric.
+//! Checks the outcome of the traffic on a fabric.
 
 use std::hash::Hasher;
 
@@ -21,7 +21,7 @@ impl Fabric {
         Report { caught: self.net.caught, heard, moves: self.net.moves, digest: self.net.digest.finish() }
     }
 
-    /// What an end has sent, and what of it has arrived at its peer.
+    /// Checks the completions of an end, and the data that arrived at its peer.
     fn check_end(&self, end: usize) {
         let (seed, typ, to) = (self.seed, self.types[end], peer(end));
         let sent = &self.sent[end];
@@ -35,8 +35,8 @@ impl Fabric {
         if reliable(typ) { self.check_connected(end) } else { self.check_arrived(end) }
     }
 
-    /// What an unreliable QP must have done: what arrived was sent, and is whole. The network may have changed its order, or
-    /// made two of one.
+    /// Checks the messages that arrived from an unreliable QP: each was sent, and its data is right. The network may
+    /// have reordered or duplicated them.
     fn check_arrived(&self, end: usize) {
         let (seed, typ, to) = (self.seed, self.types[end], peer(end));
         for c in &self.received[to] {
@@ -54,13 +54,13 @@ impl Fabric {
         }
     }
 
-    /// True if an end has repeated a request as often as it may.
+    /// True if a request of an end has failed because its retries were exhausted.
     fn gave_up(&self, end: usize) -> bool {
         self.done[end].iter().any(|c| status(c) == WcStatus::RetryExcErr)
     }
 
-    /// What a connection may do that one of its ends gave up: for that the network must have lost a packet of the connection
-    /// for each try. What was done before was done in order, and all that came after it is flushed.
+    /// Checks a connection of which one end gave up. The network must have lost a packet of the connection for each
+    /// try. Requests before the failure completed in order, and all requests after it were flushed.
     fn check_given_up(&self, end: usize, done: &[(u64, WcStatus)]) {
         let (seed, typ, to) = (self.seed, self.types[end], peer(end));
         let targets = [end, to].into_iter().filter_map(|e| self.targets[e]);
@@ -74,7 +74,7 @@ impl Fabric {
         assert!(flushed && given_up, "seed {seed}, {typ:?} end {end}: {done:?}");
     }
 
-    /// What a reliable connection must have done: everything, once, in order.
+    /// Checks a reliable connection: everything arrived once, in order.
     fn check_connected(&self, end: usize) {
         let (seed, typ, to) = (self.seed, self.types[end], peer(end));
         let consuming: Vec<&Sent> = self.sent[end].iter().filter(|s| s.1.consumes_recv()).collect();
@@ -106,7 +106,7 @@ impl Fabric {
         assert_eq!(invalidated, Vec::from_iter(asked.then_some(self.windows[to])), "seed {seed}, {typ:?} end {to}");
     }
 
-    /// The number that stands in the receive of `wr_id`.
+    /// The number at the beginning of the data in receive `wr_id`.
     fn number(&self, end: usize, wr_id: u64, skip: usize) -> u64 {
         let at = slot(WrOpcode::Send, wr_id) as usize + skip;
         u64::from_le_bytes(self.net.ends[end].bytes(at, 8).try_into().unwrap())

@@ -1,4 +1,4 @@
-//! A host: its agent, its disk, and what the agent has made of it.
+//! A host: its agent, its disk, and the vRNICs, rules and peers that are in force on it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
@@ -10,7 +10,7 @@ use unirdma_policy::Policy;
 use super::truth::{self, Place, Table, Truth};
 use super::{EPOCH, Event, World};
 
-/// How often a host says how its vRNICs are, ms.
+/// Interval at which a host reports the state of its vRNICs, ms.
 const REPORT_MS: u64 = 2_000;
 
 /// A host.
@@ -18,36 +18,37 @@ pub(super) struct Host {
     pub number: usize,
     pub name: String,
     pub seed: u64,
-    /// Counts how often it was started.
+    /// Incarnation: the number of crashes so far.
     pub life: u64,
-    /// Runs, unless it has crashed.
+    /// `None` while the host is down.
     pub agent: Option<Agent>,
     pub down_until: u64,
     pub link: Option<u64>,
-    /// What is on its disk for good, from a whole record on.
+    /// Records that are on disk durably. The first one is a whole state.
     disk: Vec<v1::Update>,
-    /// What is being written, in its order, and when that is done.
+    /// Records that are being written, in order, each with the time at which its write completes.
     writing: VecDeque<(u64, v1::Update)>,
     pub slow_disk: u64,
-    /// What is in force: everything that the agent had made so.
+    /// Items in force: all that the agent has had carried out.
     force: Table,
     policy: Policy<String, IpAddr>,
     /// Its vRNICs.
     pub made: BTreeMap<String, Place>,
-    /// Those that programs use.
+    /// The vRNICs that programs use.
     pub programs: BTreeSet<String>,
     pub working: bool,
     reported: u64,
-    /// What the agent has, as of this state and revision of it.
+    /// The agent's state as of `as_of` (fleet and revision).
     pub table: Table,
     as_of: (String, u64),
-    /// Counts how often that was looked at.
+    /// Number of times that `table` was updated.
     pub looked: u64,
-    /// The secrets in it: their numbers, and that of the one to send with.
+    /// The secrets in `table`.
     secrets: Secrets,
 }
 
-/// Of a group or of two, the numbers of the secrets that are taken, and of the one to send with.
+/// For a group, or a pair of groups: the numbers of the secrets that are accepted, and the number of the one to send
+/// with.
 type Secrets = BTreeMap<(String, String), (Vec<u32>, Option<u32>)>;
 
 impl Host {
@@ -76,7 +77,7 @@ impl Host {
         }
     }
 
-    /// It ends without warning; with all of its vRNICs if the machine ends, too.
+    /// The agent ends without warning. `all`: the machine ends, and all vRNICs with it.
     pub fn crash(&mut self, now: u64, until: u64, all: bool) {
         self.agent = None;
         self.life += 1;
@@ -102,7 +103,7 @@ impl Host {
         self.disk.push(record);
     }
 
-    /// The vRNICs that it may reach by what is in force: their names and where they are.
+    /// Names and places of the vRNICs in force, own ones and peers.
     pub fn known(&self) -> impl Iterator<Item = (&str, Place)> {
         self.force.values().filter_map(|i| match i {
             Item::Peer(p) => Some((p.name.as_str(), Place::of_peer(p))),
@@ -119,13 +120,14 @@ impl Host {
         }
     }
 
-    /// True if it lets these two be connected.
+    /// True if this host allows a connection between these two vRNICs.
     pub fn allows(&self, names: &[String; 2]) -> bool {
         let [Some(a), Some(b)] = names.each_ref().map(|n| self.place(n)) else { return false };
         self.policy.may_talk(a.party(), b.party())
     }
 
-    /// What the agent has is what the centre has told by that revision, and nothing else.
+    /// Checks that the agent's state is exactly the state that the centre published for this host at the agent's
+    /// revision.
     pub fn check(&mut self, number: usize, truth: &Truth) {
         let Some(agent) = &self.agent else { return };
         let status = agent.status(0);
@@ -157,7 +159,7 @@ impl Host {
         secrets
     }
 
-    /// What this host sends with, the other one takes.
+    /// Checks that `other` accepts the secrets that this host sends with.
     pub fn check_secrets(&self, other: &Host) {
         for (of, (_, sent)) in &self.secrets {
             if let (Some(sent), Some((taken, _))) = (sent, other.secrets.get(of)) {
@@ -184,7 +186,7 @@ impl World {
                 return;
             }
             let agent = super::start_agent(host, host.disk.clone());
-            // A vRNIC that went on, and of which the disk does not know, goes before anything else.
+            // A vRNIC that lived on and that the disk does not have is removed first.
             let known: BTreeSet<String> = agent.vrnics().map(|v| v.name.clone()).collect();
             host.made.retain(|n, _| known.contains(n));
             host.force.retain(|k, _| agent.item(k).is_some());
@@ -219,7 +221,7 @@ impl World {
         self.host_outputs(h);
     }
 
-    /// Takes what an agent wants to be sent, kept and done.
+    /// Handles the agent's outputs: messages, records, answers and work.
     pub(super) fn host_outputs(&mut self, h: usize) {
         let now = self.now;
         while let Some(message) = self.hosts[h].agent.as_mut().and_then(Agent::poll_message) {
@@ -247,7 +249,7 @@ impl World {
         }
     }
 
-    /// A host has done what was due; some of it may not have worked.
+    /// A host has done `work`; some of it may have failed.
     pub(super) fn carried(&mut self, h: usize, work: Vec<Work>) {
         let mut failed = BTreeMap::new();
         for w in &work {

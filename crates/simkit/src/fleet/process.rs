@@ -1,4 +1,5 @@
-//! The program around a centre: it follows the store, campaigns for the lease, keeps one change at a time, and tells hosts.
+//! The program around a centre: it follows the store, campaigns for the lease, commits one change at a time, and sends
+//! updates to hosts.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -9,40 +10,41 @@ use unirdma_fleet::{Actor, Centre, Desk, Outcome, Plan, Refusal, Write};
 use super::store::{Granted, LEASE_MS};
 use super::{Answer, EPOCH, Event, Question, World};
 
-/// How often it says that it is there, looks for news in the store, renews its lease, and does what is due by itself, ms.
+/// Intervals, ms: of `Alive` messages to hosts, of reading the changes of the store, of renewing the lease, and of the
+/// centre's own changes.
 const ALIVE_MS: u64 = 2_000;
 const FOLLOW_MS: u64 = 100;
 const RENEW_MS: u64 = 1_000;
 const OWN_MS: u64 = 1_000;
-/// A host that is silent for so long is cut off, ms.
+/// A host from which nothing was received for this time is disconnected, ms.
 const SILENCE_MS: u64 = 15_000;
-/// Most that wait for their turn.
+/// Longest queue of waiting jobs.
 const MAX_WAITING: usize = 1_000;
-/// The store has not answered, ms.
+/// Longest time to wait for the store to answer a commit, ms.
 const PATIENCE_MS: u64 = 8_000;
 
-/// Something to change.
+/// A request for a change.
 pub(super) enum Job {
     Apply(Vec<v1::Object>),
     Delete(v1::Kind, String, bool),
     Move(String, String),
     Rotate(String),
-    /// What a host said first; from a centre's connection.
+    /// The first message of a host, received by a centre.
     Announce {
         host: String,
         hello: Box<v1::Hello>,
     },
-    /// What a host's administrator wants; by this connection of that centre in that life.
+    /// A request of a host's administrator, and the connection over which it came.
     Ask {
         host: String,
         ask: Box<v1::Ask>,
         from: From,
     },
-    /// The centre's own.
+    /// Changes that the centre makes by itself.
     Own,
 }
 
-/// A centre's connection with a host.
+/// Connection `link` of incarnation `life` of a centre.
 #[derive(Clone, Copy)]
 pub(super) struct From {
     pub centre: usize,
@@ -50,15 +52,15 @@ pub(super) struct From {
     pub link: u64,
 }
 
-/// Who is told what came of it.
+/// The requester of a job, to which its outcome is sent.
 pub(super) enum Reply {
     Nobody,
     Operator,
-    /// With the number of what was asked.
+    /// A host, and the number of its request.
     Host(From, u64),
 }
 
-/// A host as the centre sees it.
+/// A host that is connected to a centre.
 pub(super) struct Peer {
     host: String,
     instance: u64,
@@ -67,13 +69,13 @@ pub(super) struct Peer {
 }
 
 struct Pending {
-    /// Tells answers apart.
+    /// Identifies the store's answer.
     number: u64,
     since: u64,
     revision: u64,
     writes: Arc<[Write]>,
     reply: Reply,
-    /// What a host is told that asked.
+    /// The answer to the host that asked for the change.
     answer: Option<v1::Reply>,
 }
 
@@ -83,19 +85,19 @@ pub(super) struct Process {
     pub life: u64,
     pub down_until: u64,
     pub centre: Option<Centre>,
-    /// There is one if there is a centre.
+    /// `Some` if `centre` is.
     desk: Option<Desk>,
     pub peers: BTreeMap<u64, Peer>,
     lease: Option<Granted>,
     pending: Option<Pending>,
     waiting: VecDeque<Job>,
-    /// Answers that wait until this centre has that revision.
+    /// Answers that wait until this centre has a revision: revision, connection, answer.
     pub replies: Vec<(u64, u64, v1::Reply)>,
     next_follow: u64,
     next_renew: u64,
     next_own: u64,
     next_alive: u64,
-    /// It has what the store has, as far as it was heard.
+    /// When this centre last had the newest state of the store.
     followed: u64,
 }
 
@@ -120,19 +122,19 @@ impl Process {
         }
     }
 
-    /// It ends without warning. Its connections.
+    /// The program ends without warning. Returns its connections.
     pub fn crash(&mut self, until: u64) -> Vec<u64> {
         let links = std::mem::take(&mut self.peers).into_keys().collect();
         *self = Process { life: self.life + 1, down_until: until, ..Process::new(self.seed) };
         links
     }
 
-    /// It may allocate.
+    /// True if it has the lease, and so may make changes.
     pub fn leads(&self, now: u64) -> bool {
         self.centre.is_some() && self.lease.is_some_and(|(_, until)| until > now)
     }
 
-    /// It has heard of the store a moment ago.
+    /// True if it has read the store a moment ago.
     pub fn is_well(&self, now: u64) -> bool {
         self.centre.is_some() && now < self.followed + 3 * FOLLOW_MS
     }
@@ -176,7 +178,8 @@ impl World {
         let late = p.pending.as_ref().is_some_and(|x| now >= x.since + PATIENCE_MS);
         if late || p.lease.is_some_and(|(_, until)| until <= now) {
             p.lease = None;
-            // Whether it was kept nobody knows; what comes from the store will say.
+            // The outcome of the commit is unknown. If the store has the change, it arrives with the changes of the
+            // store.
             if let Some(pending) = p.pending.take() {
                 self.reply(pending.reply, Err("the store does not answer; look whether it was done".into()), None);
             }
@@ -220,7 +223,7 @@ impl World {
         self.tell(c);
     }
 
-    /// Tells hosts what they lack.
+    /// Sends to each host the updates that it lacks.
     fn tell(&mut self, c: usize) {
         let p = &mut self.centres[c];
         let Some(centre) = &mut p.centre else { return };
@@ -236,7 +239,7 @@ impl World {
         }
     }
 
-    /// Something is to be changed: here, or at the centre that allocates.
+    /// Queues a job here if this centre has the lease, else forwards it to the centre that has it.
     pub(super) fn take_job(&mut self, c: usize, job: Job) {
         let now = self.now;
         let reply = job.reply();
@@ -256,13 +259,13 @@ impl World {
                 let delay = 1 + self.draw(10);
                 self.at(delay, Event::Forwarded { to, job });
             }
-            // A host's first message is not lost: the centre that will allocate hears it.
+            // A host's first message is not dropped: it is retried until a centre has the lease.
             None if matches!(job, Job::Announce { .. }) => self.at(500, Event::Forwarded { to: c, job }),
             None => refuse(self, "no centre allocates at the moment; try again in some seconds"),
         }
     }
 
-    /// Makes the next change, if none is being kept.
+    /// Starts the next change if no commit is pending.
     fn work(&mut self, c: usize) {
         let now = self.now;
         while self.centres[c].leads(now) && self.centres[c].pending.is_none() {
@@ -304,13 +307,13 @@ impl World {
                 let (centre, desk) = Centre::load(revision, &records, seed).expect("the store can be read");
                 (p.centre, p.desk) = (Some(centre), Some(desk));
                 p.followed = now;
-                // The new state knows of no host.
+                // The new state has no hosts, so their connections are closed.
                 for (id, _) in std::mem::take(&mut p.peers) {
                     self.close(id, false);
                 }
             }
             Answer::Campaign(granted) => {
-                // It counts from when it was asked for at the latest: answers may be late.
+                // An answer may be late, so a lease that has already expired is ignored.
                 p.lease = granted.filter(|(_, until)| *until > now && *until <= now + LEASE_MS);
             }
             Answer::Since(None) => {
@@ -348,13 +351,13 @@ impl World {
         }
     }
 
-    /// A host says something.
+    /// Handles a message from a host.
     pub(super) fn heard(&mut self, c: usize, id: u64, host: usize, message: from_host::Message) {
         let (now, clock) = (self.now, EPOCH + self.now);
         let name = self.hosts[host].name.clone();
         let p = &mut self.centres[c];
         let Some(centre) = &mut p.centre else {
-            // It reads the store anew, and takes no connection meanwhile.
+            // The centre is loading the store again, and accepts no connection meanwhile.
             return self.close(id, false);
         };
         if let Some(peer) = p.peers.get_mut(&id) {
@@ -391,7 +394,7 @@ impl Job {
         }
     }
 
-    /// What it changes.
+    /// Plans the change.
     fn plan(self, desk: &mut Desk, centre: &Centre, clock: u64) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
         let operator = Actor::centre();
         fn of<T>(outcome: Outcome<T>) -> Option<Plan> {

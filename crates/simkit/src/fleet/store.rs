@@ -1,19 +1,20 @@
-//! The store of the centres, as they see it: changes in their order, a lease for whoever allocates, and a memory of past changes that ends.
+//! The store as the centres see it: changes in order, a lease for the centre that allocates, and a bounded log of past
+//! changes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use unirdma_fleet::Write;
 
-/// How long a lease lasts that is not renewed, ms.
+/// Duration of a lease that is not renewed, ms.
 pub(super) const LEASE_MS: u64 = 5_000;
-/// Changes that are remembered for those who follow.
+/// Number of past changes in the log.
 const LOG: usize = 24;
 
 /// A change: its number and what it wrote.
 pub(super) type Change = (u64, Arc<[Write]>);
 
-/// What is kept, and who may change it.
+/// The records, the log of changes, and the lease that permits changes.
 pub(super) struct Store {
     records: BTreeMap<String, Vec<u8>>,
     pub revision: u64,
@@ -29,7 +30,7 @@ struct Lease {
     until: u64,
 }
 
-/// Who allocates: the number of the lease, and until when it lasts.
+/// A granted lease: its epoch, and until when it lasts.
 pub(super) type Granted = (u64, u64);
 
 impl Store {
@@ -53,7 +54,7 @@ impl Store {
         }
     }
 
-    /// Gives the lease to a centre that has it or that finds nobody having it.
+    /// Grants or renews the lease, unless another centre has it.
     pub fn campaign(&mut self, now: u64, centre: usize) -> Option<Granted> {
         let until = now + LEASE_MS;
         match &mut self.lease {
@@ -70,12 +71,12 @@ impl Store {
         }
     }
 
-    /// Whoever has the lease.
+    /// The centre that has the lease.
     pub fn holder(&self, now: u64) -> Option<usize> {
         self.lease.filter(|l| l.until > now).map(|l| l.holder)
     }
 
-    /// Keeps a change of whoever has this lease, if it is the next one; true if so.
+    /// Commits a change under lease `epoch`. False if the lease is over or `revision` is not the next one.
     pub fn commit(&mut self, now: u64, epoch: u64, revision: u64, writes: &Arc<[Write]>) -> bool {
         let holds = self.lease.is_some_and(|l| l.epoch == epoch && l.until > now);
         if !holds || revision != self.revision + 1 {
@@ -85,13 +86,13 @@ impl Store {
         true
     }
 
-    /// The changes after this one; `None` if they are forgotten.
+    /// The changes after this revision; `None` if the log does not reach back that far.
     pub fn since(&self, revision: u64) -> Option<Vec<Change>> {
         let first = self.log.front().map_or(self.revision + 1, |(r, _)| *r);
         (revision + 1 >= first).then(|| self.log.iter().filter(|(r, _)| *r > revision).cloned().collect())
     }
 
-    /// Everything, with the number of the last change.
+    /// The newest revision and all records.
     pub fn all(&self) -> (u64, Vec<Write>) {
         let write = |(key, value): (&String, &Vec<u8>)| Write { key: key.clone(), value: Some(value.clone()) };
         (self.revision, self.records.iter().map(write).collect())

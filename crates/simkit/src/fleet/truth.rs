@@ -1,4 +1,5 @@
-//! What is true in a fleet, by all changes that the store has kept: what each host is to have, and who may talk to whom.
+//! The reference state of a fleet by all changes in the store: the state of each host, and the pairs of vRNICs that may
+//! connect.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -8,10 +9,10 @@ use unirdma_fleet::v1::{self, item::Item, object::Object};
 use unirdma_fleet::{Actor, Centre, Desk, Write};
 use unirdma_policy::{Action, Party, Policy, Rule, Selector};
 
-/// What a host is told: pieces by their keys.
+/// The state of a host: items by their keys.
 pub(super) type Table = BTreeMap<Key, Item>;
 
-/// The pieces of updates or of a snapshot.
+/// The items of updates or of a snapshot.
 pub(super) fn table(updates: Vec<v1::Update>) -> Table {
     let items = updates.into_iter().flat_map(|u| u.put).filter_map(|i| i.item);
     items.map(|i| (agent::key_of(&i).expect("the centre tells nothing that is wrong in itself"), i)).collect()
@@ -28,7 +29,7 @@ fn ip(text: &str) -> IpAddr {
     text.split('/').next().and_then(|a| a.parse().ok()).expect("an address")
 }
 
-/// The rules that a host was told, made ready.
+/// The policy of the rules in a host's state.
 pub(super) fn policy(table: &Table) -> Policy<String, IpAddr> {
     let ends = |s: &Option<v1::HostSelector>| -> Vec<Selector> {
         let s = s.as_ref().expect("a rule has two ends");
@@ -67,16 +68,17 @@ impl Place {
     }
 }
 
-/// A centre that hears of each change the moment it is kept.
+/// A centre that receives each change at the moment it is committed.
 pub(super) struct Truth {
     pub centre: Centre,
     desk: Desk,
     hosts: Vec<String>,
-    /// Of each host, what it is to have since which revision.
+    /// For each host, its states in order, each with the first revision at which it is valid.
     history: Vec<Vec<(u64, Table)>>,
-    /// When what a host is to have changed last.
+    /// When the state of each host changed last.
     pub changed: Vec<u64>,
-    /// When a group or a rule was declared last. Whoever so takes a secret away, and gives another one, does that at once, not step by step.
+    /// When a group or a rule was declared last. Such a declaration may replace a secret at once, not step by step as a
+    /// rotation does.
     pub declared: u64,
     pub vrnics: BTreeMap<String, Place>,
     policy: Policy<String, IpAddr>,
@@ -101,7 +103,7 @@ impl Truth {
         truth
     }
 
-    /// A change was kept.
+    /// The store has committed a change.
     pub fn commit(&mut self, now: u64, revision: u64, writes: &[Write]) {
         self.centre.commit(&mut self.desk, revision, writes).expect("what a centre planned can be read");
         if writes.iter().any(|w| w.key.starts_with("object/group/") || w.key.starts_with("object/rule/")) {
@@ -110,7 +112,7 @@ impl Truth {
         self.look(now);
     }
 
-    /// Looks at the state anew. No address, MAC, GUID or VNI may be there twice.
+    /// Recomputes all from the new state. Panics if an address, MAC, GUID or VNI is assigned twice.
     fn look(&mut self, now: u64) {
         for (i, host) in self.hosts.iter().enumerate() {
             let is = table(self.centre.updates(host, None));
@@ -157,7 +159,7 @@ impl Truth {
         self.policy = Policy::new(&rules);
     }
 
-    /// What a host was to have by this revision.
+    /// The state of a host at this revision.
     pub fn table(&self, host: usize, revision: u64) -> Option<&Table> {
         self.history[host].iter().rev().find(|(r, _)| *r <= revision).map(|(_, t)| t)
     }

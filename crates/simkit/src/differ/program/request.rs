@@ -9,7 +9,7 @@ use super::{
 use crate::ALL;
 
 impl Program {
-    /// Bytes that a receive needs for a request.
+    /// Bytes that a receive for this request needs.
     pub(super) fn room_for(&self, kind: Kind, r: &Request) -> u64 {
         let header = if kind.typ == QpType::Ud { 40 } else { 0 };
         let pieces = r.pieces.iter().map(|p| u64::from(p.len)).sum();
@@ -39,7 +39,7 @@ impl Program {
             match self.below(7) {
                 0 => num_sge = Some(self.pick(&[5, 33, 1000])),
                 1 => pieces.truncate(self.below(2) as usize),
-                // What no message reaches may be anything.
+                // Beyond the longest message, a receive may name anything.
                 2 => pieces.last_mut()?.len += 100_000,
                 3 if pieces.len() < 4 => pieces.push(Piece { region: 0, off: 2 * PART, len: 77, key: Key::Nobodys }),
                 _ => self.spoil(end, &mut pieces[i]),
@@ -50,7 +50,7 @@ impl Program {
         Some(Act::Recv { queue, wr_id, pieces, num_sge })
     }
 
-    /// Memory for part of a receive, which no other receive has.
+    /// Memory for a part of a receive that no other receive uses.
     fn place_of_receive(&mut self, end: usize, len: u64) -> Option<Piece> {
         if self.cursor[end] + len > PART {
             self.cursor[end] = 0;
@@ -64,7 +64,7 @@ impl Program {
         Some(Piece { region: 0, off, len: len as u32, key: Key::Region(end, 0) })
     }
 
-    /// Something is wrong with an SGE of program `end`.
+    /// Makes an SGE of program `end` wrong.
     fn spoil(&mut self, end: usize, p: &mut Piece) {
         match self.below(6) {
             0 => p.key = Key::Nobodys,
@@ -72,7 +72,7 @@ impl Program {
             2 => p.key = Key::Region(1 - end, 0),
             3 => p.key = Key::Region(end, GONE),
             4 => (p.region, p.off, p.key) = (OTHER_PD, 0, Key::Region(end, OTHER_PD)),
-            // Half of it lies behind the end.
+            // Half of it lies beyond the end of the region.
             _ => {
                 let off = SMALL - u64::from(p.len / 2).min(SMALL / 2);
                 (p.region, p.off, p.key) = (OWN, off, Key::Region(end, OWN));
@@ -141,7 +141,7 @@ impl Program {
         let typ = self.kinds[c].typ;
         let peer = 1 - end;
         let mut op = self.opcode(typ);
-        // What takes back a grant that there is not fails.
+        // Invalidating a window that is not bound fails, so that is done rarely.
         let second = WINDOWS * c + 1;
         let holder = if op == WrOpcode::LocalInv { end } else { peer };
         let vain = matches!(op, WrOpcode::LocalInv | WrOpcode::SendInv) && !self.bound.contains(&(holder, second));
@@ -170,7 +170,7 @@ impl Program {
         for flag in [send_flags::SOLICITED, send_flags::FENCE] {
             r.flags |= if self.once_in(4) { flag } else { 0 };
         }
-        // Else a READ before it may be answered when its grant has been taken back.
+        // Without the fence an earlier READ may be answered after its grant was invalidated.
         r.flags |= if op == WrOpcode::SendInv { send_flags::FENCE } else { 0 };
         self.local_part(end, &mut r, len);
         self.remote_part(peer, c, &mut r, len);
@@ -180,7 +180,7 @@ impl Program {
         r
     }
 
-    /// Gives a request its SGEs, or data in the WQE.
+    /// Adds the local part of a request: its SGEs, or data in the WQE.
     fn local_part(&mut self, end: usize, r: &mut Request, len: u64) {
         if r.op.is_local() || r.op == WrOpcode::Flush {
             return;
@@ -196,7 +196,7 @@ impl Program {
                 }
                 return;
             }
-            // There is no memory left for what would come.
+            // There is no memory left for the result.
             r.op = WrOpcode::Write;
         }
         if len <= 256 && self.once_in(4) {
@@ -214,7 +214,7 @@ impl Program {
         }
     }
 
-    /// Gives a request what it names at its peer.
+    /// Adds the remote part of a request: the address and the keys that it names.
     fn remote_part(&mut self, peer: usize, c: usize, r: &mut Request, len: u64) {
         let window = WINDOWS * c + self.below(WINDOWS as u64) as usize;
         let windowed = self.once_in(if self.bound.contains(&(peer, window)) { 2 } else { 40 });
@@ -259,7 +259,7 @@ impl Program {
         }
     }
 
-    /// Something is wrong with a request.
+    /// Makes a request wrong.
     fn spoil_request(&mut self, (end, c): At, r: &mut Request) {
         let peer = 1 - end;
         let typ = self.kinds[c].typ;
@@ -290,7 +290,7 @@ impl Program {
             10 if r.op.is_atomic() || r.op == WrOpcode::AtomicWrite => r.pieces.iter_mut().for_each(|p| p.len = odd),
             10 if !r.pieces.is_empty() => r.pieces[i].len = self.pick(&[0x8000_0001, 4 * PART as u32]),
             10 => (r.inline, r.flags) = (Some(self.pick(&[257, 2000])), r.flags | send_flags::INLINE),
-            // Too much for any datagram, and for most receives.
+            // Too long for any datagram, and for most receives.
             _ if r.op.is_send() && r.op != WrOpcode::SendInv => r.pieces = vec![self.source(end, 6000)],
             _ => r.imm = 7,
         }
