@@ -1,13 +1,17 @@
-//! The RNIC alone: a virtual layer in this process, and pairs of vRNICs whose send queues are filled before anything is
-//! measured. No program polls or posts; one thread says now and then that the executed WQEs are posted again.
-//! `cargo xtask bench engine` runs it.
+//! Measures the RNIC alone: a virtual layer in this process, and pairs of vRNICs whose send queues are filled before
+//! the measurement. No program polls or posts; one thread posts the executed WQEs again from time to time. `cargo xtask
+//! bench engine` runs it.
 //!
-//! Prints for each number of pollers and each size: pollers, bytes of a WRITE, WRITEs a second, and how long the lock of the RNIC was held
-//! (`row`, the median, the 999th of 1000 and the longest time, nanoseconds). Then, for as many threads as there were pollers, how long
-//! steps take that do nothing for some microseconds (`nothing`, the same three times): what is longer the machine took for itself. Then,
-//! with one poller, WRITEs a second of no bytes, of 8 bytes, and of 8 bytes with a completion (`stages`). Then, with one poller that has a core for itself, how long it takes from the post of a WRITE of 8
-//! bytes until its slot in the send queue is free again, beside the time that a word takes from one core to the other: `latency`, the
-//! median and the 99th percentile, and the hop, nanoseconds.
+//! Prints these lines (times in nanoseconds):
+//!
+//! * `row`, for each number of pollers and each size: pollers, bytes of a WRITE, WRITEs per second, and the median, the
+//!   99.9th percentile and the maximum of the time for which the lock of the RNIC was held.
+//! * `nothing`, for each number of pollers: the same three figures of steps that only read the clock for some
+//!   microseconds, on the same number of threads. The time by which they are longer was taken by the machine.
+//! * `stages`, with one poller: WRITEs per second of no bytes, of 8 bytes, and of 8 bytes with a completion.
+//! * `latency`, with one poller on a core of its own: the median and the 99th percentile of the time from the post of a
+//!   WRITE of 8 bytes until its slot in the send queue is free again, and the time that a word takes from one core to
+//!   the other.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,27 +24,28 @@ use unirdma_host::{EngineConfig, HoldTimes, Polling};
 use unirdma_mem::MemFd;
 use unirdma_testkit::{Queue, Scripted, TestHost};
 
-/// Pairs of vRNICs; each has one QP that writes.
+/// Number of pairs of vRNICs. Each pair has one QP that writes.
 const PAIRS: u8 = 2;
 const POLLERS: [usize; 2] = [1, 2];
 const SIZES: [u32; 4] = [8, 4096, 64 << 10, 1 << 20];
 const LARGEST: u64 = 1 << 20;
-/// Slots of a send queue, and bytes that are posted at most: both are enough for the pollers while the other thread sleeps.
+/// Slots of a send queue, and most bytes that are posted at a time. Both keep the pollers busy while the other thread
+/// sleeps.
 const ENTRIES: u32 = 16_384;
 const POSTED_BYTES: u32 = 256 << 20;
 const REFILL: Duration = Duration::from_millis(1);
-/// Entries of a CQ: more completions than there are between two refills.
+/// Entries of a CQ. More than the completions between two refills.
 const CQ_ENTRIES: u32 = 4 * ENTRIES;
-/// WRITEs that are measured one at a time.
+/// Number of WRITEs that are measured one at a time.
 const SINGLE: u32 = 200_000;
-/// A step that does nothing, about as long as the lock of the RNIC is held.
+/// Length of a step that only reads the clock. About as long as the lock of the RNIC is held.
 const STEP: Duration = Duration::from_micros(3);
 const WARM_UP: Duration = Duration::from_millis(200);
 const MEASURED: Duration = Duration::from_secs(1);
 /// `IBV_MTU_4096`.
 const MTU: u8 = 5;
 
-/// A session that writes, its QP, and what keeps the QP's peer alive.
+/// A session that writes, its QP, and the owner of the QP's peer.
 struct Writer {
     session: Scripted,
     queue: Queue,
@@ -67,7 +72,7 @@ impl Writer {
         Writer { session, queue, local_key, remote_key, _peer: peer }
     }
 
-    /// Fills the whole send queue with WRITEs of `len` bytes; none of them is posted.
+    /// Fills the whole send queue with WRITEs of `len` bytes, without posting them.
     fn fill(&self, len: u32, flags: u32) {
         let local = abi::Sge { addr: 0, length: len, lkey: self.local_key };
         for i in 0..ENTRIES {
@@ -75,7 +80,7 @@ impl Writer {
         }
     }
 
-    /// Posts WRITEs until `depth` of them wait; how many have been executed so far, modulo 2^32.
+    /// Posts WRITEs until `depth` of them wait. Returns the number of executed WRITEs, modulo 2^32.
     fn refill(&self, depth: u32) -> u32 {
         self.session.drain_cq();
         let executed = self.session.executed(&self.queue);
@@ -83,7 +88,7 @@ impl Writer {
         executed
     }
 
-    /// Waits until nothing is posted any more.
+    /// Waits until all posted WRITEs have been executed.
     fn drain(&self) {
         while self.session.executed(&self.queue) != self.session.posted(&self.queue) {
             std::thread::sleep(REFILL);
@@ -91,11 +96,11 @@ impl Writer {
     }
 }
 
-/// WRITEs a second that all pairs together execute.
+/// WRITEs per second of all pairs together.
 fn rate(writers: &[Writer], len: u32, flags: u32) -> f64 {
     writers.iter().for_each(|w| w.fill(len, flags));
     let depth = ENTRIES.min(POSTED_BYTES / len.max(1));
-    // Keeps the queues full for a while; how many WRITEs of each have been executed at the end.
+    // Keeps the queues full for `time`. Returns the number of WRITEs that each pair has executed at the end.
     let run = |time: Duration| -> Vec<u32> {
         let start = Instant::now();
         loop {
@@ -115,7 +120,7 @@ fn rate(writers: &[Writer], len: u32, flags: u32) -> f64 {
     executed as f64 / seconds
 }
 
-/// Post to completion of WRITEs of 8 bytes, one at a time, nanoseconds, in order of size.
+/// Sorted latencies of WRITEs of 8 bytes, one at a time, ns.
 fn latencies(w: &Writer) -> Vec<u64> {
     w.fill(8, 0);
     let mut times: Vec<u64> = (0..SINGLE)
@@ -133,8 +138,8 @@ fn latencies(w: &Writer) -> Vec<u64> {
     times
 }
 
-/// How long steps take that look at the clock for [`STEP`], with so many threads at once: the median, the 999th of 1000 and the
-/// longest, nanoseconds.
+/// Durations of steps that only read the clock for [`STEP`], on `threads` threads at once: median, 99.9th percentile
+/// and maximum, ns.
 fn nothing(threads: usize) -> [u64; 3] {
     let steps = || {
         let (begun, mut times) = (Instant::now(), Vec::new());
@@ -153,7 +158,7 @@ fn nothing(threads: usize) -> [u64; 3] {
     [times[times.len() / 2], times[times.len() * 999 / 1000], times[times.len() - 1]]
 }
 
-/// How long a word takes from one core to another that waits for it, nanoseconds: the median of many rounds.
+/// Time that a word takes from one core to another that waits for it, ns: the median of many rounds.
 fn hop() -> u64 {
     let words = Arc::new([AtomicU32::new(0), AtomicU32::new(0)]);
     let other = words.clone();
@@ -186,7 +191,7 @@ fn start(pollers: usize) -> (TestHost, Vec<Writer>) {
     (host, writers)
 }
 
-/// How long the lock of the RNIC was held since the virtual layer was started.
+/// Times for which the lock of the RNIC was held since the virtual layer was started.
 fn held(host: &TestHost) -> HoldTimes {
     let Ok(Response::Status(status)) = host.ask(&Request::Status) else { panic!("no status") };
     status.rnic_held

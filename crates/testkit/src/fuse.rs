@@ -8,7 +8,7 @@ use std::path::Path;
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
 use rustix::thread::UnshareFlags;
 
-// Requests of the protocol, and where the headers have what is used here (linux/fuse.h).
+// Opcodes of the requests, and offsets in the headers (linux/fuse.h).
 const LOOKUP: u32 = 1;
 const FORGET: u32 = 2;
 const GETATTR: u32 = 3;
@@ -24,14 +24,15 @@ const NODE: usize = 16;
 
 const ROOT: u64 = 1;
 const FILE: u64 = 2;
-/// Seconds for which the kernel need not ask again.
+/// Seconds for which the kernel may cache entries and attributes.
 const VALID: u64 = 1000;
 
-/// Mounts the file system at `dir`, in a mount namespace of this thread and those that it starts, and opens its file of `len` bytes. A
-/// thread answers the kernel as long as the process lives. It calls `data` for each READ, and answers with what that returns, if anything.
+/// Mounts the file system at `dir`, in a mount namespace of this thread and of threads that it starts, and opens its
+/// file of `len` bytes. A thread answers the kernel as long as the process lives. It calls `data` for each READ and
+/// replies with the result. If that is `None`, it sends no reply.
 ///
 /// # Errors
-/// Why that cannot be, in words.
+/// A text, if the namespace, the mount or the file cannot be had.
 ///
 /// # Panics
 /// Never: the name of the file system has no zero byte within.
@@ -48,11 +49,11 @@ pub fn slow_file(dir: &Path, len: u64, data: impl FnMut() -> Option<Vec<u8>> + S
     File::open(dir.join("file")).map_err(failed("cannot open a FUSE file"))
 }
 
-/// What this thread mounts from now on is mounted for it alone, and for those that it starts.
+/// Moves this thread to a mount namespace of its own. Threads that it starts share it.
 fn own_mounts() -> io::Result<()> {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     let spaces = if user.is_root() { UnshareFlags::NEWNS } else { UnshareFlags::NEWNS | UnshareFlags::NEWUSER };
-    // SAFETY: no descriptor table is unshared. The kernel makes no user namespace for one of several threads.
+    // SAFETY: no descriptor table is unshared. The kernel refuses a new user namespace to one of several threads.
     unsafe { rustix::thread::unshare_unsafe(spaces) }?;
     if !user.is_root() {
         let (user, group) = (user.as_raw(), group.as_raw());
@@ -63,7 +64,7 @@ fn own_mounts() -> io::Result<()> {
     Ok(mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?)
 }
 
-/// Answers everything, READs as `data` says.
+/// Answers all requests of the kernel. `data` makes the replies to READs.
 fn serve(mut device: File, len: u64, mut data: impl FnMut() -> Option<Vec<u8>>) {
     let mut request = vec![0; 1 << 17];
     while let Ok(n) = device.read(&mut request) {
@@ -84,7 +85,7 @@ fn serve(mut device: File, len: u64, mut data: impl FnMut() -> Option<Vec<u8>>) 
             _ => (-libc::ENOSYS, Vec::new()),
         };
         let head = words32(&[16 + body.len() as u32, error as u32]);
-        // The kernel may have given the request up meanwhile.
+        // The kernel may have cancelled the request meanwhile.
         let _ = device.write(&[head, words(&[word(UNIQUE)]), body].concat());
     }
 }
@@ -92,7 +93,7 @@ fn serve(mut device: File, len: u64, mut data: impl FnMut() -> Option<Vec<u8>>) 
 /// `struct fuse_attr`.
 fn attributes(node: u64, len: u64) -> Vec<u8> {
     let mode = if node == ROOT { libc::S_IFDIR | 0o777 } else { libc::S_IFREG | 0o666 };
-    // Number, size, blocks, three times; their nanoseconds, mode, links, and nothing else.
+    // Inode number, size, blocks, three times; nanoseconds of the times, mode, links, and zeroes.
     [words(&[node, len, 0, 0, 0, 0]), words32(&[0, 0, 0, mode, 1]), vec![0; 20]].concat()
 }
 

@@ -1,4 +1,4 @@
-//! A frontend that says what no driver should.
+//! A frontend that sends messages which no correct driver sends.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,7 +18,7 @@ const SIZE: usize = 4 << 20;
 const REQUEST: u64 = 0x1_0000;
 const RESPONSE: u64 = 0x2_0000;
 
-/// A session whose control queue takes any bytes, and whose memory is at hand.
+/// A session whose control virtqueue takes any bytes, and whose memory can be written directly.
 pub struct Hostile {
     /// The link.
     pub frontend: Frontend,
@@ -30,7 +30,7 @@ pub struct Hostile {
 }
 
 impl Hostile {
-    /// Connects and sets the control queue up.
+    /// Connects and sets up the control virtqueue.
     ///
     /// # Panics
     /// If that fails.
@@ -69,7 +69,7 @@ impl Hostile {
         BUS + off
     }
 
-    /// Stops the control virtqueue and sets it up again where it was, as a VMM does that stops its guest for a moment.
+    /// Stops the control virtqueue and restarts it where it was, as a VMM does when it pauses its guest.
     ///
     /// # Panics
     /// If that fails.
@@ -81,12 +81,12 @@ impl Hostile {
         self.frontend.set_vring_at(abi::VQ_CONTROL, 4, base, d, a, u).expect("vring");
     }
 
-    /// The control virtqueue was called since this was asked last.
+    /// True if the control virtqueue was called since the last call of this function.
     pub fn was_called(&self) -> bool {
         rustix::io::read(&self.call, &mut [0; 8]).is_ok()
     }
 
-    /// Asks for no calls of the control virtqueue.
+    /// Disables calls of the control virtqueue.
     pub fn be_quiet(&self) {
         self.queue.be_quiet();
     }
@@ -101,8 +101,8 @@ impl Hostile {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Sends any bytes as a control request with `room` bytes for the response; what came back, or
-    /// `None` if nothing did in five seconds.
+    /// Sends any bytes as a control request with `room` bytes for the response. Returns the response, or `None` if
+    /// nothing arrives in five seconds.
     pub fn request(&mut self, bytes: &[u8], room: u32) -> Option<Vec<u8>> {
         self.memory().write(REQUEST as usize, bytes);
         let mut chain = Vec::new();
@@ -115,7 +115,7 @@ impl Hostile {
         self.chain(&chain)
     }
 
-    /// Publishes any chain; what the device wrote at the response's place.
+    /// Publishes any chain. Returns the bytes that the device wrote where the response belongs.
     pub fn chain(&mut self, chain: &[Segment]) -> Option<Vec<u8>> {
         self.queue.publish(0, chain);
         self.kick();
@@ -127,8 +127,8 @@ impl Hostile {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// As [`Hostile::command`] of a command without data, but kicks only if the device wants it; whether it did, and
-    /// the status.
+    /// As [`Hostile::command`] for a command without data, but kicks only if the device asks for kicks. Returns whether
+    /// it kicked, and the status.
     ///
     /// # Panics
     /// If nothing comes back.
@@ -156,7 +156,7 @@ impl Hostile {
         None
     }
 
-    /// A command with a well-formed header; status and data of the response.
+    /// Sends a command with a well-formed header. Returns status and data of the response.
     ///
     /// # Panics
     /// If nothing comes back.
@@ -167,7 +167,7 @@ impl Hostile {
         (answer[0], answer[8..].to_vec())
     }
 
-    /// Writes raw bytes into a fresh connection and reads whatever comes back for a moment.
+    /// Writes raw bytes to a new connection, then reads answers for a moment.
     pub fn raw(socket: &Path, bytes: &[u8]) {
         let Ok(mut s) = UnixStream::connect(socket) else { return };
         let _ = s.set_read_timeout(Some(Duration::from_millis(2)));

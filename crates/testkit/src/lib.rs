@@ -1,7 +1,7 @@
 //! Test kit: a virtual layer in this process, well-behaved programs on it, a hostile frontend, and queues without a driver.
 //!
-//! Knows all layers; nothing but tests and measurements depends on it. It must never touch a virtual
-//! layer that neither it nor `cargo xtask` has started.
+//! May depend on all layers; only tests and measurements depend on it. It must never touch a virtual layer that neither
+//! it nor `cargo xtask` has started.
 
 pub mod fuse;
 mod hostile;
@@ -35,7 +35,7 @@ fn new_dir() -> PathBuf {
     std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()))
 }
 
-/// A virtual layer in a directory of its own; it ends with this value.
+/// A virtual layer in a directory of its own. Dropping this value stops it.
 pub struct TestHost {
     dir: PathBuf,
     stop: Arc<OwnedFd>,
@@ -51,7 +51,7 @@ impl TestHost {
         TestHost::start_with(EngineConfig::default())
     }
 
-    /// Starts it with pollers as `engine` says; QPNs and keys are the same each time, if `engine` has no other seed.
+    /// Starts it with this configuration. QPNs and keys are the same each time unless `engine` has another seed.
     ///
     /// # Panics
     /// If it does not come up in ten seconds.
@@ -59,7 +59,7 @@ impl TestHost {
         TestHost::start_in(new_dir(), engine, None)
     }
 
-    /// Starts it with a port to other hosts at this address, and these lines in its peers file.
+    /// Starts it with a port to other hosts at this address, and with `peers` as its peers file.
     ///
     /// # Panics
     /// If it does not come up in ten seconds.
@@ -89,15 +89,15 @@ impl TestHost {
         TestHost { dir, stop, thread: Some(thread) }
     }
 
-    /// Asks the virtual layer.
+    /// Sends an administrative request to the virtual layer.
     ///
     /// # Errors
-    /// Its own line.
+    /// The error line of the virtual layer.
     pub fn ask(&self, r: &Request) -> std::io::Result<Response> {
         Client::connect(&self.dir)?.ask(r, None)
     }
 
-    /// Adds a vRNIC; the path of its socket.
+    /// Adds a vRNIC. Returns the path of its socket.
     ///
     /// # Panics
     /// If that fails.
@@ -105,7 +105,7 @@ impl TestHost {
         self.add_with(name, ip, |_| ())
     }
 
-    /// As [`TestHost::add`], with what else `f` asks for.
+    /// As [`TestHost::add`], with the request as `f` changes it.
     ///
     /// # Panics
     /// If that fails.
@@ -116,7 +116,7 @@ impl TestHost {
         vrnic_dir(&self.dir, name).join(VHOST_SOCKET)
     }
 
-    /// Adds a vRNIC; the path of its socket in the RFC mode.
+    /// Adds a vRNIC. Returns the path of its RFC socket.
     ///
     /// # Panics
     /// If that fails.
@@ -124,12 +124,12 @@ impl TestHost {
         self.add(name, ip).with_file_name(RFC_SOCKET)
     }
 
-    /// The directory.
+    /// Directory of the virtual layer.
     pub fn dir(&self) -> &std::path::Path {
         &self.dir
     }
 
-    /// Stops the virtual layer, as a crash would look to its programs.
+    /// Stops the virtual layer. Its programs see a crash.
     ///
     /// # Panics
     /// If it ended with an error.

@@ -32,7 +32,7 @@ fn register(ctx: &Arc<Context>, pdn: u32, buf: &[u8]) -> Mr {
 }
 
 impl Program {
-    /// Opens a vRNIC and makes the objects; `len` bytes of memory.
+    /// Opens a vRNIC and creates the objects, with `len` bytes of memory.
     ///
     /// # Panics
     /// If any of it fails.
@@ -78,7 +78,7 @@ impl Program {
         self.connect_to(peer.gid, peer.qp.qpn, |a| a)
     }
 
-    /// As [`Program::connect`], to a QP of the vRNIC with this GID, with attributes as `change` has them.
+    /// As [`Program::connect`], to QP `qpn` of the vRNIC with this GID. `change` changes the attributes.
     ///
     /// # Errors
     /// Those of `ibv_modify_qp(3)`.
@@ -113,7 +113,7 @@ impl Program {
         step(3, m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC)
     }
 
-    /// Posts one request over `[off, off + len)` of the buffer; remote offsets are the same.
+    /// Posts one request over `[off, off + len)` of the buffer. The remote offset is the same.
     ///
     /// # Errors
     /// Those of `ibv_post_send(3)`.
@@ -143,7 +143,7 @@ impl Program {
     /// Waits for one completion.
     ///
     /// # Errors
-    /// `ETIMEDOUT` after a minute, or those of polling.
+    /// `ETIMEDOUT` after a minute, or an error of polling.
     pub fn wait(&self) -> unirdma_driver::Result<abi::Cqe> {
         let start = Instant::now();
         let mut got = None;
@@ -156,7 +156,7 @@ impl Program {
         got.ok_or(110)
     }
 
-    /// A byte of the buffer as it is in memory now: peers write behind the compiler's back.
+    /// Reads a byte of the buffer from memory: peers write it without the compiler's knowledge.
     pub fn byte(&self, i: usize) -> u8 {
         // SAFETY: a reference to a byte is a valid pointer to it.
         unsafe { std::ptr::read_volatile(&raw const self.buf[i]) }

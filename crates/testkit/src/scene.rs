@@ -1,4 +1,4 @@
-//! What a test of hostile behaviour begins with.
+//! The fixture of tests of hostile behaviour.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Starts all of that.
+    /// Starts the virtual layer and the good programs.
     ///
     /// # Panics
     /// If it does not come up.
@@ -31,10 +31,10 @@ impl Scene {
         Scene { host, good, evil }
     }
 
-    /// The good programs still get their work done, and the host still answers.
+    /// Checks that the good programs can still communicate and that the virtual layer still answers.
     ///
     /// # Panics
-    /// If not.
+    /// If one of them fails.
     pub fn check(&self) {
         let (a, b) = &self.good;
         a.post(WrOpcode::Write, b, 0, 4096).expect("post");

@@ -1,4 +1,4 @@
-//! A session without a driver, whose user writes WQEs, indices and doorbell bits itself.
+//! A session without a driver. Its user writes WQEs, indices and doorbell bits directly.
 
 use std::path::Path;
 use std::sync::atomic::Ordering::{Release, SeqCst};
@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Hostile;
 
-/// Offset of the doorbell page in the session's memory. Everything from the next page on is for [`Scripted::alloc`].
+/// Offset of the doorbell page in the session's memory. [`Scripted::alloc`] has everything from the next page on.
 const DOORBELL: u64 = 0x3_0000;
 const PAGE: u64 = 4096;
 /// Bus address of the first region that [`Scripted::add_memory`] adds.
@@ -26,9 +26,9 @@ pub struct Scripted {
     pub pdn: u32,
     /// GID 0 of the vRNIC.
     pub gid: [u8; 16],
-    /// The CQ that QPs are made with.
+    /// The CQ of new QPs.
     pub cqn: u32,
-    /// The control block of a CQ with memory of its own.
+    /// The control block of the CQ that [`Scripted::own_cq`] made.
     cq_ctrl: Option<Span>,
     bell: Bell,
     free: u64,
@@ -88,8 +88,8 @@ impl Scripted {
         s
     }
 
-    /// Makes another CQ whose ring and control block are at these bus addresses, and whose events go to this event queue. QPs that
-    /// are made from now on have it.
+    /// Creates a CQ whose ring and control block are at these bus addresses, and whose events go to this event queue.
+    /// QPs that are created later use it.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -110,7 +110,7 @@ impl Scripted {
         self.cq_ctrl = file.span().sub(ring as u64, size_of::<abi::CqCtrl>() as u64);
     }
 
-    /// Gives all entries of the CQ of [`Scripted::own_cq`] back to the device.
+    /// Returns all entries of the CQ of [`Scripted::own_cq`] to the device.
     pub fn drain_cq(&self) {
         let Some(ctrl) = &self.cq_ctrl else { return };
         ctrl.store32(abi::CQ_CONS, ctrl.load32(abi::CQ_PROD, SeqCst), SeqCst);
@@ -123,7 +123,7 @@ impl Scripted {
         ctrl.store32(abi::CQ_ARM, sequence.wrapping_add(1) << 2 | abi::NOTIFY_NEXT, SeqCst);
     }
 
-    /// A control command whose response is of no interest.
+    /// Sends a control command and ignores the data of its response.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -132,7 +132,7 @@ impl Scripted {
         assert_eq!(status, 0, "{command:?} failed");
     }
 
-    /// A control command and its response.
+    /// Sends a control command. Returns its response.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -147,7 +147,7 @@ impl Scripted {
         response
     }
 
-    /// Offset of `bytes` of the session's memory that nobody else uses.
+    /// Allocates `bytes` of the session's memory. Returns their offset.
     ///
     /// # Panics
     /// If the memory is used up.
@@ -158,17 +158,18 @@ impl Scripted {
         at
     }
 
-    /// What [`Scripted::alloc`] has given away, for [`Scripted::release`].
+    /// End of the memory that [`Scripted::alloc`] has allocated, for [`Scripted::release`].
     pub fn allocated(&self) -> u64 {
         self.free
     }
 
-    /// Memory that was allocated since [`Scripted::allocated`] said `mark` is free again. The device must not use it any more.
+    /// Frees the memory that was allocated since [`Scripted::allocated`] returned `mark`. The device must not use it
+    /// any more.
     pub fn release(&mut self, mark: u64) {
         self.free = mark;
     }
 
-    /// Adds a memory file to the session's memory; its bus address.
+    /// Adds a memory file to the session's memory. Returns its bus address.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -181,12 +182,12 @@ impl Scripted {
         bus_addr
     }
 
-    /// A request for an MR over a range of bus addresses, with all access and addresses from 0 on.
+    /// Request for an MR over a range of bus addresses, with all access, at IOVA 0.
     pub fn mr_request(&self, start: u64, length: u64) -> abi::RegUserMrReq {
         abi::RegUserMrReq { pdn: self.pdn, access_flags: ALL_ACCESS, start, length, ..Default::default() }
     }
 
-    /// An MR over a range of bus addresses, with all access and addresses from 0 on.
+    /// Creates an MR over a range of bus addresses, with all access, at IOVA 0.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -195,7 +196,7 @@ impl Scripted {
         self.ask(abi::Command::RegUserMr, &request)
     }
 
-    /// An RC QP with `send_wr` slots in its SQ, each with one SGE.
+    /// Creates an RC QP with `send_wr` slots in its SQ, each with one SGE.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -203,7 +204,7 @@ impl Scripted {
         self.queue_of(QpType::Rc, send_wr, 0)
     }
 
-    /// As [`Scripted::queue`], of any type; `xrcdn` is the XRC domain of a receiving end.
+    /// As [`Scripted::queue`], with a QP of any type. `xrcdn` is the XRC domain of an XRC target.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -243,8 +244,8 @@ impl Scripted {
         Queue { qpn: made.qpn, qp_type, db_slot: made.db_slot, ctrl, sq, rq, layout }
     }
 
-    /// Moves a QP to RTS, connected to QP `peer` of the vRNIC with `gid`; `path_mtu` is an `ibv_mtu`. The QP tries
-    /// again for ever if its receiver is not ready, and as a receiver it asks for the shortest RNR timer.
+    /// Moves a QP to RTS, connected to QP `peer` of the vRNIC with `gid`; `path_mtu` is an `ibv_mtu`. The QP retries
+    /// for ever if its receiver is not ready, and as a receiver it asks for the shortest RNR timer.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -252,7 +253,7 @@ impl Scripted {
         self.connect_with(q, gid, peer, |a| abi::QpAttr { path_mtu, ..a });
     }
 
-    /// As [`Scripted::connect`], for RC, UC and XRC, with attributes as `change` has them.
+    /// As [`Scripted::connect`], for RC, UC and XRC. `change` changes the attributes.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -293,7 +294,7 @@ impl Scripted {
         }
     }
 
-    /// Moves a QP of datagrams to RTS.
+    /// Moves a UD QP to RTS.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -305,7 +306,7 @@ impl Scripted {
         }
     }
 
-    /// Two QPs of this session that are connected with each other; the second one has an SQ of one slot.
+    /// Creates two connected QPs of this session. The second one has an SQ of one slot.
     ///
     /// # Panics
     /// If the device refuses it.
@@ -316,7 +317,7 @@ impl Scripted {
         (a, b)
     }
 
-    /// Writes a WQE without completion into slot `index` modulo the SQ's size.
+    /// Writes an unsignaled WQE into slot `index` modulo the SQ's size.
     pub fn write(&self, q: &Queue, index: u32, op: WrOpcode, local: abi::Sge, remote: (u64, u32)) {
         self.write_with(q, index, op, local, remote, 0);
     }
@@ -344,7 +345,7 @@ impl Scripted {
         self.hostile.memory().write(at + abi::SQ_DATA, local.as_bytes());
     }
 
-    /// Posts receives of no bytes with these `wr_id`s, for which the RQ has slots.
+    /// Posts receives of no bytes with these `wr_id`s. The RQ must have room for them.
     pub fn receive(&self, q: &Queue, wr_ids: &[u64]) {
         let first = self.hostile.memory().load32(q.ctrl + abi::QP_RQ_PROD, SeqCst);
         for (i, &wr_id) in (first..).zip(wr_ids) {
@@ -375,12 +376,12 @@ impl Scripted {
         self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE, attr });
     }
 
-    /// WQEs that have been posted, modulo 2^32.
+    /// Number of WQEs that have been posted, modulo 2^32.
     pub fn posted(&self, q: &Queue) -> u32 {
         self.hostile.memory().load32(q.ctrl + abi::QP_SQ_PROD, SeqCst)
     }
 
-    /// WQEs that the device has executed, modulo 2^32.
+    /// Number of WQEs that the device has executed, modulo 2^32.
     pub fn executed(&self, q: &Queue) -> u32 {
         self.hostile.memory().load32(q.ctrl + abi::QP_SQ_CONS, SeqCst)
     }
@@ -394,7 +395,7 @@ impl Scripted {
         }
     }
 
-    /// Sets every doorbell bit of the session, also those of no QP, and kicks.
+    /// Sets every doorbell bit of the session, also bits of no QP, and kicks.
     pub fn ring_all(&self) {
         let memory = self.hostile.memory();
         for word in 0..abi::DOORBELL_WORDS {

@@ -1,4 +1,4 @@
-//! The control virtqueue: who must notify whom, and who waits for whom.
+//! The control virtqueue: which side must notify the other, and which commands wait for others.
 #![allow(missing_docs)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,7 +42,7 @@ fn a_driver_that_wants_no_calls_gets_none() {
     for _ in 0..10 {
         h.command(QUERY, &[]);
     }
-    // Calls come after answers.
+    // The device calls after it has written the answer.
     std::thread::sleep(Duration::from_millis(50));
     assert!(!h.was_called());
 }
@@ -105,7 +105,7 @@ fn a_queue_that_is_stopped_and_set_up_again_serves_what_waits_there() {
     let host = TestHost::start();
     let mut h = Hostile::new(&host.add("a", "10.0.0.1"));
     for _ in 0..20 {
-        // The device has just asked for no kicks, and must take that back as it stops.
+        // The device has just disabled kicks, and must enable them again as it stops.
         assert_eq!(h.command_as_asked(QUERY).1, 0);
         h.restart_control();
         assert_eq!(h.command_as_asked(QUERY).1, 0);
@@ -125,13 +125,13 @@ fn a_program_too_many_sees_the_device_and_is_told_why_it_cannot_use_it() {
         assert_eq!(device_config(&path).unwrap().magic, unirdma_abi::CONFIG_MAGIC);
         assert_eq!(Context::open(&path).err(), Some(EUSERS));
     }
-    // Others who look, and never end, change nothing of that.
+    // Connections that do nothing, and never end, do not change that.
     let looks: Vec<_> = (0..300).map(|_| UnixStream::connect(&path).unwrap()).collect();
     assert_eq!(device_config(&path).unwrap().magic, unirdma_abi::CONFIG_MAGIC);
     assert_eq!(Context::open(&path).err(), Some(EUSERS));
     drop(looks);
     drop(first);
-    // The virtual layer hears of the end by and by.
+    // The virtual layer notices the end after a moment.
     let start = Instant::now();
     while Context::open(&path).is_err() {
         assert!(start.elapsed() < Duration::from_secs(10));

@@ -1,5 +1,5 @@
-//! Memory of the way *copy*: sends are taken when they are posted, receives are placed when they are polled, and a program sees
-//! no other difference.
+//! Memory of the way *copy*: the data of sends is copied when they are posted, the data of receives is placed when they
+//! are polled, and a program sees no other difference.
 #![allow(missing_docs)]
 
 use unirdma_abi as abi;
@@ -10,10 +10,10 @@ use unirdma_testkit::{Program, TestHost, connect};
 
 const MIB: usize = 1 << 20;
 
-/// A virtual layer, for programs whose memory goes this way.
+/// Starts a virtual layer for programs whose memory goes this way.
 fn start() -> TestHost {
     static ONCE: std::sync::Once = std::sync::Once::new();
-    // SAFETY: before any of these tests' threads does anything but come here; no C code reads the environment.
+    // SAFETY: each test thread calls this before anything else; no C code reads the environment.
     ONCE.call_once(|| unsafe { std::env::set_var("UNIRDMA_MR", "copy") });
     TestHost::start()
 }
@@ -50,7 +50,7 @@ fn a_receive_is_placed_when_it_is_polled() {
         b.recv(MIB, 2 * MIB + 5).unwrap();
         a.post(WrOpcode::Send, &b, 0, len).unwrap();
         assert_eq!(a.wait().unwrap().status, 0);
-        // The sender's completion says that all is there, but nobody has looked.
+        // The sender's completion says that the data has arrived, but the receiver has not polled.
         let early = (0..len).filter(|&i| b.byte(MIB + i) == value(i, round)).count();
         assert!(early < len / 2 + 1, "{len} bytes, {early} are there already");
         let got = b.wait().unwrap();
@@ -60,13 +60,13 @@ fn a_receive_is_placed_when_it_is_polled() {
     }
 }
 
-/// The program may use its buffer again as soon as the request is posted, which no program may rely on.
+/// The program may reuse its buffer as soon as the request is posted. Programs must not rely on that.
 #[test]
 fn a_send_is_taken_when_it_is_posted() {
     let host = start();
     let (mut a, b) = pair(&host, 3 * MIB);
     for (round, len) in [1, 64, 65, 5000, MIB].into_iter().enumerate() {
-        // Nobody can take it yet.
+        // No receive is posted yet.
         fill(&mut a, 0, len, round);
         a.post(WrOpcode::Send, &b, 0, len).unwrap();
         fill(&mut a, 0, len, 99);
@@ -80,7 +80,7 @@ fn a_send_is_taken_when_it_is_posted() {
     }
 }
 
-/// A request with a fence sends what a READ before it has brought.
+/// A request with a fence sends the data that the READ before it has brought.
 #[test]
 fn a_fenced_send_is_not_taken_early() {
     let host = start();
@@ -112,7 +112,7 @@ fn a_fenced_send_is_not_taken_early() {
     }
 }
 
-/// More than the send ring and the stage hold: the rest goes through the process, in order.
+/// More data than the send ring and the stage hold. The rest goes through the process, in order.
 #[test]
 fn more_outstanding_than_there_is_room() {
     let host = start();
@@ -144,7 +144,7 @@ fn errors_are_what_the_device_says() {
     let reset = |p: &Program| p.qp.modify(m::STATE, &abi::QpAttr::default()).unwrap();
     let send = |sge: abi::Sge| {
         let wqe = abi::SqWqe { wr_id: 5, opcode: WrOpcode::Send as u8, ..Default::default() };
-        // SAFETY: what the MR has of the gather list is live memory.
+        // SAFETY: the part of the gather list that the MR covers is live memory.
         unsafe { a.qp.send_batch().push(&wqe, SendWr::Sges(&[sge])) }.unwrap();
     };
     let start = a.buf.as_ptr() as u64;
@@ -165,7 +165,7 @@ fn errors_are_what_the_device_says() {
         reset(&b);
         connect(&a, &b);
     }
-    // A receive that is too short, and one of a key that is none.
+    // A receive that is too short, and one with an invalid key.
     b.recv(0, 50).unwrap();
     a.post(WrOpcode::Send, &b, 0, 51).unwrap();
     assert_eq!(status(&a.wait().unwrap()), WcStatus::RemInvReqErr);
@@ -205,7 +205,7 @@ fn flushed_receives_place_nothing() {
     assert!((1000..6000).all(|i| b.byte(i) == 0));
 }
 
-/// Memory that is not registered any more may be somebody else's.
+/// The memory of a deregistered MR may have another owner.
 #[test]
 fn what_is_deregistered_has_nothing_placed_into_it() {
     let host = start();
@@ -219,7 +219,7 @@ fn what_is_deregistered_has_nothing_placed_into_it() {
     assert!((0..1000).all(|i| b.byte(i) == 0));
 }
 
-/// Receives whose completions nobody takes do not fill the stage for ever.
+/// Receives whose completions are not polled do not fill the stage for ever.
 #[test]
 fn a_reset_gives_the_stage_back() {
     let host = start();
@@ -246,7 +246,7 @@ fn a_reset_gives_the_stage_back() {
     assert!(holds(&b, 2 * MIB, MIB, 3));
 }
 
-/// A shared receive queue whose receives lie in two MRs, one of them at other addresses than its own.
+/// A shared receive queue with receives in two MRs. The addresses of one MR are not its virtual addresses.
 #[test]
 fn shared_receives_are_placed() {
     let host = start();
@@ -294,7 +294,7 @@ fn shared_receives_are_placed() {
     }
 }
 
-/// An MR that is given other memory while a message waits in the stage.
+/// An MR gets other memory while a message waits in the stage.
 #[test]
 fn a_message_goes_where_its_receive_said() {
     let host = start();

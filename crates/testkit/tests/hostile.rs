@@ -1,4 +1,4 @@
-//! Whatever a frontend says, it is answered or ignored; the virtual layer stays up and other vRNICs work.
+//! Every message of a frontend is answered or ignored. The virtual layer stays up and other vRNICs work.
 #![allow(missing_docs)]
 
 use std::cell::RefCell;
@@ -78,7 +78,7 @@ fn a_refused_request_is_answered_and_the_session_goes_on() {
 fn event_channels_cost_their_session_only() {
     use rustix::net::{RecvFlags, SendFlags, recv, send};
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    // The virtual layer raises its limit as far as it may; this test reaches it.
+    // The virtual layer raises its descriptor limit to the hard limit. This test reaches it.
     let most = getrlimit(Resource::Nofile).maximum.map_or(8192, |n| n.min(8192));
     setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: Some(most) }).unwrap();
     let scene = Scene::start();
@@ -91,7 +91,7 @@ fn event_channels_cost_their_session_only() {
     let last = abi::MAX_CHANNELS - 1;
     let socket = open(&mut h, last).unwrap();
     assert!(open(&mut h, last).is_err(), "open already");
-    // What comes back goes to whom it came from, in any number and whatever it says.
+    // Events that a frontend returns come back on its own channel, in any number and with any contents.
     for i in 0..400 {
         let many: Vec<_> = (0..250).map(|k| event(i * 250 + k)).collect();
         if h.frontend.return_events(last, &many).is_err() {
@@ -99,12 +99,12 @@ fn event_channels_cost_their_session_only() {
         }
     }
     assert!(recv(&socket, &mut [0; 64][..], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n == 16));
-    // The device's end takes nothing.
+    // The device's end of the socket accepts no data.
     assert!(send(&socket, &[0; 64], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).is_err());
     drop(socket);
     h.frontend.close_channel(last).unwrap();
     assert!(h.frontend.close_channel(last).is_err());
-    // Notifications that nobody asked for, more than the socket takes.
+    // Unrequested notifications, more than the socket holds.
     for n in [abi::CHANNEL_CONTROL, abi::CHANNEL_WAKE] {
         let socket = open(&mut h, n).unwrap();
         assert!(open(&mut h, n).is_err() && h.frontend.close_channel(n).is_err());
@@ -120,7 +120,7 @@ fn event_channels_cost_their_session_only() {
     assert!(refused.is_some_and(|n| n > 100), "{refused:?}");
     scene.check();
     drop(h);
-    // They end with their session.
+    // The channels end with their session.
     for c in channels {
         assert_eq!(recv(&c, &mut [0; 64][..], RecvFlags::empty()).map(|(n, _)| n), Ok(0));
     }
@@ -162,7 +162,7 @@ fn a_memory_table_replaces_all_regions_at_once() {
 fn random_control_commands_get_an_error_code() {
     let scene = Scene::start();
     let h = RefCell::new(Hostile::new(&scene.evil));
-    // Real handles of another tenant must not work either.
+    // Valid handles of another tenant must not work either.
     let foreign = [scene.good.0.qp.qpn, scene.good.0.cq.cqn, scene.good.0.mr.mrn];
     let word =
         prop_oneof![Just(0u32), Just(1), Just(u32::MAX), any::<u32>(), proptest::sample::select(foreign.to_vec())];
@@ -194,13 +194,13 @@ fn exact_lengths_are_demanded() {
         }
     }
     assert_eq!(h.request(&[], 64).unwrap()[0], abi::Status::BadLength as u8);
-    // Buffers outside of memory, and a chain that is all response.
+    // Buffers outside memory, and a chain without a readable part.
     assert_eq!(h.chain(&[Segment { addr: 12, len: 64, write: false }]), Some(vec![]));
     assert!(h.chain(&[Segment { addr: u64::MAX - 8, len: 64, write: true }]).is_some());
     scene.check();
 }
 
-/// Gives the hostile session a QP whose rings lie at offset 0x10000 x 4.
+/// Creates a QP of the hostile session whose rings lie at offset 0x10000 x 4.
 fn make_qp(h: &mut Hostile) -> (u32, u32, u64) {
     let at = 0x4_0000;
     assert_eq!(h.command(abi::Command::SetDoorbell as u8, h.bus(0x3_0000).as_bytes()).0, 0);
@@ -307,7 +307,7 @@ fn others_get_all_their_work_done_meanwhile() {
             let mut n = 0u32;
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                 n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                // Endless posts of junk, in and out of range, with every bell rung.
+                // Endless posts of junk, with indices in and out of range, and all doorbells rung.
                 h.memory().write(at as usize, &(n >> 20).to_ne_bytes());
                 h.memory().write(0x3_0000 + abi::DB_BITS + slot as usize / 64 * 8, &u64::MAX.to_ne_bytes());
                 h.memory().write(0x3_0000 + abi::DB_SUMMARY, &u64::MAX.to_ne_bytes());
@@ -347,7 +347,8 @@ fn memory_that_is_taken_away_grants_nothing() {
     h.frontend.remove_region(desc).unwrap();
     assert_ne!(h.command(abi::Command::RegUserMr as u8, pages.as_bytes()).0, 0);
     assert_ne!(h.command(abi::Command::SetDoorbell as u8, (1u64 << 52).as_bytes()).0, 0);
-    // A file that shrinks under the device's feet, which finds its page list gone. The session ends after the answer.
+    // A file shrinks while the device uses it. The device finds that its page list is gone, answers, and ends the
+    // session.
     h.frontend.add_region(desc, std::os::fd::AsFd::as_fd(&fd)).unwrap();
     rustix::fs::ftruncate(&fd, 0).unwrap();
     assert_ne!(h.command(abi::Command::RegUserMr as u8, pages.as_bytes()).0, 0);
@@ -365,7 +366,7 @@ fn a_killed_program_gives_its_peer_what_hardware_would() {
         p.post(WrOpcode::Write, &q, 0, 8).unwrap();
         assert_eq!(p.wait().unwrap().status, 0);
         p.post(WrOpcode::Send, &q, 0, 8).unwrap();
-        // No receive is posted; then the peer goes without a word.
+        // No receive is posted; then the peer ends without notice.
     }
     let c = p.wait().unwrap();
     assert_eq!(c.status, 12, "IBV_WC_RETRY_EXC_ERR");
@@ -404,7 +405,7 @@ fn messages_of_two_gigabytes_arrive_and_longer_ones_are_refused() {
     assert_eq!(p.wait().unwrap().status, unirdma_formats::WcStatus::LocLenErr as u8);
 }
 
-/// QEMU connects again and again, without a pause, for a network interface that it does not get.
+/// QEMU reconnects without pause if it does not get its network interface.
 #[test]
 fn who_gets_no_network_interface_waits_a_moment() {
     use std::io::{Read, Write};
@@ -427,7 +428,7 @@ fn who_gets_no_network_interface_waits_a_moment() {
     drop(first);
     let free = || ask(&mut UnixStream::connect(&path).unwrap()) == 20;
     assert!((0..3).any(|_| free()), "the interface is free again");
-    // So many at a time that some end at once.
+    // Enough connections at once that some of them are closed at once.
     let _first = UnixStream::connect(&path).unwrap();
     let many: Vec<_> = (0..100).filter_map(|_| UnixStream::connect(&path).ok()).collect();
     scene.check();

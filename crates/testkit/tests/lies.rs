@@ -1,4 +1,4 @@
-//! Memory that is not there any more, and descriptors that are not what they were: whoever gives them to the virtual layer loses its own
+//! Memory that vanishes, and descriptors that misbehave. A program that gives them to the virtual layer loses its own
 //! session at most.
 #![allow(missing_docs)]
 
@@ -37,7 +37,7 @@ fn region(bus_addr: u64, size: u64) -> RegionDesc {
     RegionDesc { bus_addr, size, user_addr: bus_addr, mmap_offset: 0 }
 }
 
-/// The liar has no session any more, and the good programs still get their work done.
+/// Checks that the session of vRNIC `evil` has ended and that the good programs can still communicate.
 fn check_that_the_liar_has_lost(scene: &Scene) {
     let sessions = || match scene.host.ask(&Request::VrnicShow { name: "evil".into() }) {
         Ok(Response::Vrnic(v)) => v.sessions,
@@ -68,7 +68,7 @@ fn who_truncates_a_file_of_its_memory_loses_its_session() {
     check_that_the_liar_has_lost(&scene);
 }
 
-/// The doorbell page is looked at by every poller.
+/// Every poller reads the doorbell page.
 #[test]
 fn who_truncates_its_doorbell_page_loses_its_session() {
     let scene = Scene::start();
@@ -84,7 +84,7 @@ fn who_truncates_its_doorbell_page_loses_its_session() {
     scene.check();
 }
 
-/// A call descriptor that is blocking, and full, at any moment.
+/// A blocking call descriptor that becomes full at any moment.
 #[test]
 fn a_full_eventfd_holds_nobody_up() {
     let scene = Scene::start();
@@ -107,7 +107,7 @@ fn a_full_eventfd_holds_nobody_up() {
     scene.check();
 }
 
-/// A driver that gives buffers as fast as the device takes them, each too small for the event that waits.
+/// A driver that supplies buffers as fast as the device takes them, each too small for the event that waits.
 #[test]
 fn buffers_that_hold_nothing_are_not_taken_for_ever() {
     const SIZE: usize = 4;
@@ -117,7 +117,7 @@ fn buffers_that_hold_nothing_are_not_taken_for_ever() {
     let (desc, avail, used, buffer) = (0x10_0000, 0x10_1000, 0x10_2000, 0x10_3000);
     for i in 0..SIZE {
         memory.write(desc + 16 * i, h.bus(buffer).as_bytes());
-        // One byte, for the device to write.
+        // A writable buffer of one byte.
         memory.write(desc + 16 * i + 8, [1u32, 2].as_bytes());
         memory.write(avail + 4 + 2 * i, (i as u16).as_bytes());
     }
@@ -145,7 +145,7 @@ fn buffers_that_hold_nothing_are_not_taken_for_ever() {
     });
 }
 
-/// Descriptors beside each byte of a header that never ends.
+/// Descriptors with each byte of a header that never ends.
 #[test]
 fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
     use std::io::Read;
@@ -164,7 +164,7 @@ fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
     let s = UnixStream::connect(&scene.evil).unwrap();
     let _ = part(&s, 30).and_then(|_| part(&s, 30));
     assert!(ends(&s), "more descriptors than a message may have");
-    // As many sessions as there may be, each with as many descriptors as it may.
+    // The most sessions that a vRNIC may have, each with the most descriptors that it may send.
     let sessions: Vec<UnixStream> = (0..500).map(|_| UnixStream::connect(&scene.evil).unwrap()).collect();
     let began = Instant::now();
     sessions.iter().for_each(|s| _ = part(s, 32));
@@ -177,7 +177,7 @@ fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
     assert!(open() < before + 100, "{} descriptors, {before} before", open());
 }
 
-/// Sparse files take addresses and no memory.
+/// Sparse files take address space but no memory.
 #[test]
 fn regions_leave_addresses_for_others() {
     let scene = Scene::start();
@@ -190,7 +190,7 @@ fn regions_leave_addresses_for_others() {
     scene.check();
 }
 
-/// Page lists whose pages do not lie side by side: short ones are mapped, long ones are kept as lists.
+/// Page lists whose pages are not contiguous: short ones are mapped, long ones are kept as lists.
 #[test]
 fn page_lists_leave_mappings_and_memory_for_others() {
     const PAGES: usize = 20_000;
@@ -223,7 +223,7 @@ fn page_lists_leave_mappings_and_memory_for_others() {
     scene.check();
 }
 
-/// A message out of a page list into another one.
+/// A message from one page list to another one.
 #[test]
 fn long_page_lists_are_memory_like_any_other() {
     const PAGES: u64 = 1000;
@@ -233,7 +233,7 @@ fn long_page_lists_are_memory_like_any_other() {
     let at = s.add_memory(&file);
     let list = s.alloc(PAGES * 8);
     let mut mr = |odd: u64| {
-        // Every other page, the last first.
+        // Every other page, in descending order.
         let page = |i: u64| 2 * (PAGES - 1 - i) + odd;
         (0..PAGES).for_each(|i| s.hostile.memory().write((list + 8 * i) as usize, (at + page(i) * 4096).as_bytes()));
         let bus = s.hostile.bus(list);
@@ -257,8 +257,8 @@ fn long_page_lists_are_memory_like_any_other() {
     scene.check();
 }
 
-/// WRITEs that make the pages of sparse files: they are on the account of the vRNIC, pages that were there are not, and holes that are made
-/// again give room. Who needs more than there is loses its session.
+/// WRITEs allocate the pages of sparse files. These pages are charged to the vRNIC; pages that existed before are not,
+/// and punched holes are credited again. A session that needs more than the limit ends.
 #[test]
 fn pages_of_sparse_files_are_made_up_to_a_limit() {
     const LIMIT: u64 = 8 << 20;
@@ -307,7 +307,7 @@ fn pages_of_sparse_files_are_made_up_to_a_limit() {
         let (used, _) = filled();
         assert!(used < LIMIT / 4, "{used} bytes after the hole");
     }
-    // Of the first session's bytes some are left, those of its rings.
+    // Some of the first session's bytes are still charged: the pages of its rings.
     assert!(fill(LIMIT / 2));
     assert!(!fill(2 * LIMIT), "more than it may have");
     check_that_the_liar_has_lost(&scene);
@@ -316,7 +316,7 @@ fn pages_of_sparse_files_are_made_up_to_a_limit() {
     assert!(made <= LIMIT, "{made} bytes are there");
 }
 
-/// A TCP socket with data that nobody takes, whose closing waits until its peer is closed.
+/// A TCP socket with unread data. Closing it blocks until its peer is closed.
 fn lingering() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut s = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -328,7 +328,8 @@ fn lingering() -> (OwnedFd, TcpStream) {
     (s.into(), peer)
 }
 
-/// Sends bytes, and a descriptor beside them, which is closed here by a thread of its own: the last one who has it waits.
+/// Sends bytes together with a descriptor. A thread of its own closes the descriptor here, because the last close
+/// blocks.
 fn beside(s: impl AsFd, bytes: &[u8], fd: OwnedFd, flags: SendFlags) -> bool {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -339,7 +340,7 @@ fn beside(s: impl AsFd, bytes: &[u8], fd: OwnedFd, flags: SendFlags) -> bool {
     sent.is_ok()
 }
 
-/// Descriptors whose closing waits, in every place where a program can leave them.
+/// Descriptors whose closing blocks, everywhere a program can send them.
 #[test]
 fn who_sends_descriptors_that_are_slow_to_close_holds_up_nobody() {
     let scene = Scene::start();
@@ -354,25 +355,25 @@ fn who_sends_descriptors_that_are_slow_to_close_holds_up_nobody() {
         fd
     };
     let began = Instant::now();
-    // Beside a message that takes one, which refuses these, and beside one that takes none.
+    // With a message that takes a descriptor, which refuses these, and with a message that takes none.
     let mut h = Hostile::new(&scene.evil);
     let session = UnixStream::connect(&scene.evil).unwrap();
     for request in [FrontendReq::SET_VRING_KICK, FrontendReq::SET_VRING_CALL, FrontendReq::SET_OWNER] {
         let message = [[request as u32, 1, 8].as_bytes(), 0u64.as_bytes()].concat();
         assert!(beside(&session, &message[..1], slow(), SendFlags::empty()));
-        // It has closed its own by now, so the virtual layer is the last one.
+        // This process has closed its own descriptor by now, so the virtual layer has the last one.
         std::thread::sleep(Duration::from_millis(50));
         (&session).write_all(&message[1..]).unwrap();
     }
-    // By the channel of notifications.
+    // Over the channel of notifications.
     let channel = h.frontend.open_channel(abi::CHANNEL_CONTROL).unwrap();
     (0..3).for_each(|_| assert!(beside(&channel, &[1], slow(), SendFlags::empty())));
-    // Beside half a message, beside more than may come, and behind what ends the session.
+    // With half a message, with one that is too long, and after bytes that end the session.
     for bytes in [&[0][..], &[0xff; 12], &[0; 4096]] {
         let s = UnixStream::connect(&scene.evil).unwrap();
         (0..3).for_each(|_| _ = beside(&s, bytes, slow(), SendFlags::empty()));
     }
-    // Beside an urgent byte, over which a read goes.
+    // With an urgent byte, which a read skips.
     let s = UnixStream::connect(&scene.evil).unwrap();
     if beside(&s, &[0], slow(), SendFlags::OOB) {
         let _ = (&s).write_all(&[0; 4]);

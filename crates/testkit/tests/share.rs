@@ -1,6 +1,7 @@
-//! The way *share*, in a process that has one thread at first: no test harness, which would make more.
+//! The way *share*, in a process that starts with one thread. It has no test harness, because a harness starts more
+//! threads.
 //!
-//! The virtual layer is another process: this program runs itself again as the host.
+//! The virtual layer is another process: this program starts itself again as the host.
 #![allow(missing_docs)]
 
 use std::process::{Command, Stdio};
@@ -15,7 +16,7 @@ use unirdma_testkit::{Program, connect};
 
 fn host(dir: &str) -> ! {
     use std::os::fd::AsFd;
-    // Ends when its standard input does, with the test.
+    // The host ends when its standard input ends, that is, with the test.
     let stdin = std::io::stdin();
     let config = HostConfig {
         dir: dir.into(),
@@ -30,8 +31,8 @@ fn host(dir: &str) -> ! {
     std::process::exit(0);
 }
 
-/// Threads that count in memory which is registered and deregistered meanwhile, and a child that is forked now and then.
-/// Where threads cannot be stopped for a moment the memory is copied, and nothing is lost either.
+/// Threads count in memory that is registered and deregistered meanwhile, and a child is forked now and then. If
+/// threads cannot be stopped for a moment, the memory is copied, and nothing is lost either.
 fn threads_count(a: &Program) {
     const WORDS: usize = 1 << 18;
     const THREADS: usize = 3;
@@ -42,7 +43,7 @@ fn threads_count(a: &Program) {
         let count = |t: usize| {
             let (mut n, mut i) = (0u64, t);
             while !stop.load(Ordering::Relaxed) {
-                // No atomic addition: a thread has its own words.
+                // No atomic addition: each word belongs to one thread.
                 words[i].store(words[i].load(Ordering::Relaxed) + 1, Ordering::Relaxed);
                 n += 1;
                 i = if i + 67 * THREADS < WORDS { i + 67 * THREADS } else { t };
@@ -52,11 +53,11 @@ fn threads_count(a: &Program) {
         let counters: Vec<_> = (0..THREADS).map(|t| s.spawn(move || count(t))).collect();
         let (mut shared, mut rounds) = (0, 0);
         while rounds < 60 {
-            // Parts that meet and overlap; each end lies somewhere in a page.
+            // Parts that touch and overlap; their ends are not page-aligned.
             let (from, len) = ((rounds * 4999) % (WORDS / 2), 1000 + (rounds * 7919) % (WORDS / 3));
             let at = words[from..].as_ptr() as u64;
             let mut mr = unirdma_driver::Mr::register(&a.ctx, pd.handle, at, len as u64 * 8, at, 1).expect("MR");
-            // Long enough that it was worth it.
+            // Some MRs live long enough that the move pays off.
             std::thread::sleep(Duration::from_millis(if rounds % 4 == 0 { 30 } else { 0 }));
             shared += usize::from(mr.way().0 == Way::Share);
             if rounds % 10 == 0 {
@@ -81,13 +82,13 @@ fn threads_count(a: &Program) {
     assert_eq!(words.iter().map(|w| w.load(Ordering::Relaxed)).sum::<u64>(), counted, "stores were lost");
 }
 
-/// Mappings of this process's memory file.
+/// Number of mappings of this process's memory file.
 fn moved_mappings() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
     maps.lines().filter(|l| l.contains("/memfd:unirdma-mr")).count()
 }
 
-/// Mappings that vRNIC `a` makes the virtual layer hold.
+/// Number of mappings that the virtual layer holds for vRNIC `a`.
 fn held(client: &mut Client) -> u64 {
     let show = client.ask(&Request::VrnicShow { name: "a".into() }, None).expect("vRNIC");
     let Response::Vrnic(v) = show else { panic!("no vRNIC") };
@@ -126,7 +127,7 @@ fn main() {
         for i in 0..LEN {
             a.buf[i] = (i * 13 + i / 4096) as u8;
         }
-        // Registering again finds the pages already moved, and changes none of them.
+        // A second registration finds the pages already moved, and changes none of them.
         let again = Program::new(&socket("a"), 64);
         drop(again);
         a.post(WrOpcode::Write, &b, 0, LEN).expect("post");
@@ -160,7 +161,7 @@ fn main() {
         let mut mrs: Vec<_> = (0..300).map(register).collect();
         assert_eq!(moved_mappings(), before.0 + 1);
         std::thread::sleep(Duration::from_millis(10));
-        // Gaps close again.
+        // Freed gaps are used again.
         let third = |mrs: &mut [unirdma_driver::Mr]| {
             mrs.iter_mut().step_by(3).for_each(|m| m.deregister().expect("deregister"))
         };
@@ -202,7 +203,7 @@ fn main() {
         for round in 0..3 {
             let at = v.as_ptr() as u64;
             let mut mr = unirdma_driver::Mr::register(&a.ctx, pd.handle, at, v.len() as u64, at, 1).expect("MR");
-            // Moving pages for a moment is not worth it, once that has been seen.
+            // Moving pages for a short-lived MR does not pay off, once that has been noticed.
             let expected = if round == 0 { (Way::Share, Why::Fastest) } else { (Way::Copy, Why::Brief) };
             assert_eq!(mr.way(), expected);
             mr.deregister().expect("deregister");
@@ -254,7 +255,7 @@ fn main() {
             || a.cq.arm(false),
             || register(&other).deregister().expect("deregister"),
         );
-        // A long one is not moved while the program polls, which would take long.
+        // A long MR is not moved while the program polls, because that takes long.
         let cases: [(usize, &dyn Fn()); 4] =
             [(100_000, &polls), (100_000, &arms), (100_000, &registers), (3 << 20, &registers)];
         for (len, meanwhile) in cases {
@@ -291,7 +292,7 @@ fn main() {
         let mut mr = again();
         assert_eq!(mr.way(), (Way::Copy, Why::Brief), "20 ms are not worth moving 8 MiB");
         mr.deregister().expect("deregister");
-        // The MR of `c`, which is moved, serves much in as short a time; a second one by *copy* as well.
+        // The moved MR of `c` serves many requests although it lives only briefly. So does a second MR, by *copy*.
         for expected in [(Way::Share, Why::Fastest), (Way::Copy, Why::Brief)] {
             assert_eq!(c.mr.way(), expected);
             let start = std::time::Instant::now();
@@ -303,7 +304,7 @@ fn main() {
             }
             c.register_again();
             assert_eq!(c.mr.way(), (Way::Share, Why::Fastest));
-            // Without requests it is brief.
+            // Without requests it counts as short-lived.
             c.register_again();
         }
     });

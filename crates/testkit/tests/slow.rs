@@ -1,7 +1,7 @@
-//! Memory of a program that is slow to reach, and messages from another host that need it: other programs do not notice.
+//! A program with slow memory, and messages from another host that need that memory. Other programs do not notice.
 //!
-//! Both virtual layers are in this process, in a network namespace of its own; the slow program is another process. Without the
-//! privilege to make a namespace, and to mount a FUSE file system, there is nothing to test.
+//! Both virtual layers are in this process, in a network namespace of its own; the slow program is another process.
+//! Without the privileges to make a namespace and to mount a FUSE file system, the test does nothing.
 #![allow(missing_docs)]
 
 use std::fs::File;
@@ -24,7 +24,7 @@ use unirdma_testkit::{Program, Scripted, TestHost, connect};
 const PAGE: usize = 4096;
 /// Bytes of the slow program's MR.
 const LEN: usize = 64 * PAGE;
-/// What stands in its memory.
+/// Value of all bytes of its memory.
 const BYTE: u8 = 7;
 
 fn main() {
@@ -41,14 +41,14 @@ fn main() {
     }
 }
 
-/// A program whose memory is that of a file, of which no page comes before the test says so.
+/// A program whose memory is a mapping of a file. Each page arrives only when the test releases it.
 fn slow(socket: &Path, file: &Path, gid: Gid, peer: u32) {
     let mut s = Scripted::new(socket);
     let file = File::open(file).unwrap();
     let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
     // SAFETY: a new mapping, which replaces nothing.
     let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), LEN, access, flags, &file, 0) }.unwrap();
-    // SAFETY: the mapping is as long as that. Each page is read by itself.
+    // SAFETY: the mapping has this length. Each page is read by itself.
     unsafe { rustix::mm::madvise(at, LEN, Advice::Random) }.unwrap();
     let at = at as u64;
     let me = File::options().read(true).write(true).open("/proc/self/mem").unwrap();
@@ -63,8 +63,8 @@ fn slow(socket: &Path, file: &Path, gid: Gid, peer: u32) {
     }
 }
 
-/// The process of the slow program; it ends with this value. The file server is a thread of the test: one of the program itself could not
-/// touch fresh memory of its own while the virtual layer looks for a page there.
+/// The process of the slow program. Dropping this value ends it. The file server is a thread of the test: a thread of
+/// the program itself could not touch new memory while the virtual layer looks up a page of that process.
 struct Slow {
     process: Child,
     /// QPN and rkey.
@@ -79,7 +79,7 @@ impl Slow {
         let (come, comes) = channel();
         drop(slow_file(dir, LEN as u64, move || {
             let _ = say.send(());
-            // If the test has failed, the page comes too: the virtual layer waits for it.
+            // If the test has failed, the page is delivered too, because the virtual layer waits for it.
             let _ = comes.recv();
             Some(vec![BYTE; PAGE])
         })?);
@@ -101,7 +101,7 @@ impl Drop for Slow {
     }
 }
 
-/// Moves this thread, and those that it starts, to a network namespace with the addresses 127.0.0.1 and 127.0.0.2.
+/// Moves this thread, and threads that it starts, to a network namespace with the addresses 127.0.0.1 and 127.0.0.2.
 fn enter_network() -> Result<(), String> {
     // SAFETY: the thread leaves its network namespace, which concerns no memory.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
@@ -129,7 +129,7 @@ fn run() -> Result<(), String> {
     let gid = Gid::from_ip([10, 0, 0, 2].into());
     a.connect_to(gid.0, qpn, |a| abi::QpAttr { timeout: 18, retry_cnt: 7, ..a }).expect("connect");
     a.buf[60 * PAGE..][..100].fill(1);
-    // A READ of one page, a WRITE into another one, and a READ of what is there then.
+    // A READ of one page, a WRITE into another one, and a READ of that page afterwards.
     for (op, page, is_slow) in [(WrOpcode::Read, 0, true), (WrOpcode::Write, 40, true), (WrOpcode::Read, 40, false)] {
         let (off, len) = if op == WrOpcode::Read { (page * PAGE, PAGE) } else { (60 * PAGE, 100) };
         let wqe = abi::SqWqe {
@@ -144,7 +144,7 @@ fn run() -> Result<(), String> {
         unsafe { a.qp.send_batch().push(&wqe, SendWr::Sges(&[sge])) }.expect("post");
         if is_slow {
             b.touched.recv_timeout(Duration::from_secs(60)).expect("somebody reaches for the memory of b");
-            // The virtual layer of b is stuck in its memory. It is that of c and d, too.
+            // The virtual layer is blocked in the memory of b. It also serves c and d.
             for i in 0..20 {
                 c.post(WrOpcode::Write, &d, i * 100, 100).expect("post");
                 assert_eq!(c.wait().expect("nobody waits for b").status, 0);

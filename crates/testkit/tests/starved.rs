@@ -1,4 +1,4 @@
-//! What a program can count on while other programs take the processor from the pollers.
+//! Guarantees that hold for a program while other programs take the cores from the pollers.
 #![allow(missing_docs)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ const QKEY: u32 = 5;
 const BURST: u32 = 10;
 const ROUNDS: usize = 50;
 
-/// Lets the pollers run only when nobody else wants their cores.
+/// Makes the pollers run only when no other thread wants their cores.
 fn starve_pollers() {
     let mut found = 0;
     for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
@@ -96,7 +96,7 @@ fn datagrams_posted_before_their_ah_and_qp_are_destroyed_arrive() {
             ctx.command_void(abi::Command::DestroyAh, &handle).unwrap();
             qp.destroy().unwrap();
             cq.destroy().unwrap();
-            // What was sent is there: nobody has to run for it any more.
+            // All datagrams must have arrived: nothing is left to run for them.
             let mut n = 0;
             while to_cq.poll(16, |_, c| n += u32::from(c.status == 0)).unwrap() > 0 {}
             received.push(n);

@@ -1,6 +1,7 @@
-//! Attackers of the matrices that the field has published: Husky (NSDI 2023), whose attackers each exhaust one resource of a NIC, and the three
-//! of HT-Verbs (2025), which flood it with queues, with addresses and with requests. Each is one program of one vRNIC that speaks to itself,
-//! and does nothing that a tenant may not do. `cargo xtask attack --matrix` measures victims beside them.
+//! Attackers of the published matrices: of Husky (NSDI 2023), each of which exhausts one resource of a NIC, and of
+//! HT-Verbs (2025), three that flood a NIC with queues, with addresses and with requests. Each is one program of one
+//! vRNIC that communicates with itself, and does nothing that a tenant may not do. `cargo xtask attack --matrix`
+//! measures victims beside them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,32 +15,32 @@ use crate::{Until, ready};
 
 /// Q_Key of the datagrams.
 const QKEY: u32 = 0x1111_1111;
-/// Requests that wait at a time, in all send queues of a load together.
+/// Most outstanding requests of a load, in all its send queues together.
 const OUTSTANDING: u32 = 8192;
 /// `min_rnr_timer`: 0.01 ms and 655.36 ms (IBTA vol. 1, 9.7.5.2.8).
 const RNR_SHORTEST: u8 = 1;
 const RNR_LONGEST: u8 = 0;
 
-/// Requests of one kind without a pause.
+/// A load: requests of one kind without pause.
 #[derive(Clone, Copy)]
 struct Load {
     qp_type: QpType,
     op: WrOpcode,
     /// Bytes of each request.
     bytes: u32,
-    /// Pairs of QPs.
+    /// Number of pairs of QPs.
     queues: u32,
-    /// MRs, of `mr_bytes` each, which the requests take in turn.
+    /// Number of MRs of `mr_bytes` each. The requests use them in turn.
     mrs: u32,
     mr_bytes: u64,
-    /// Each request is at an address of its own within its MR, as far from the last one as the MR allows.
+    /// Each request uses another address of its MR, as far from the last one as the MR allows.
     spread: bool,
-    /// Slots of each receive queue, which are filled again and again; 0: nobody posts a receive.
+    /// Slots of each receive queue, which are refilled. 0: no receive is posted.
     receives: u32,
     min_rnr_timer: u8,
 }
 
-/// WRITEs by 16 connections in one MR of 1 MiB; what follows says what is different.
+/// WRITEs by 16 connections in one MR of 1 MiB. The loads below differ from it as they say.
 const WRITES: Load = Load {
     qp_type: QpType::Rc,
     op: WrOpcode::Write,
@@ -94,7 +95,7 @@ const LOADS: &[(&str, Load)] = &[
     ("ht-flood", Load { bytes: 0, ..RATE }),
 ];
 
-/// Runs an attacker of the matrix; nothing if there is none of that name.
+/// Runs an attacker of the matrix. `None` if no attacker has that name.
 pub(crate) fn run(socket: &Path, name: &str, until: Until) -> Option<()> {
     match name {
         "compute" => compute(until),
@@ -107,7 +108,7 @@ pub(crate) fn run(socket: &Path, name: &str, until: Until) -> Option<()> {
     Some(())
 }
 
-/// What any program on the core does: no RDMA at all.
+/// Only computes, as any program on the core may: no RDMA.
 fn compute(until: Until) {
     ready();
     while !until.over() {
@@ -115,7 +116,7 @@ fn compute(until: Until) {
     }
 }
 
-/// Two QPs of this session that are connected with each other.
+/// Creates two connected QPs of this session.
 fn pair(s: &mut Scripted, load: &Load, send_wr: u32) -> (Queue, Queue) {
     let a = s.queue_with(load.qp_type, send_wr, 1, 0);
     let b = s.queue_with(load.qp_type, 1, load.receives.max(1), 0);
@@ -172,7 +173,7 @@ fn requests(socket: &Path, load: &Load, until: Until) {
                 s.write_wqe(a, i, wqe, local);
             }
             if load.receives > 0 {
-                // The header that a datagram is received with lies before its data (IBTA vol. 1, 11.4.1.2).
+                // The GRH of a datagram comes before its data (IBTA vol. 1, 11.4.1.2).
                 let header = if load.qp_type == QpType::Ud { 40 } else { 0 };
                 s.write_receive(b, i, 0, abi::Sge { length: load.bytes + header, ..local });
             }
@@ -183,7 +184,7 @@ fn requests(socket: &Path, load: &Load, until: Until) {
         for (a, b) in &pairs {
             let executed = s.executed(a);
             if s.posted(a).wrapping_sub(executed) <= a.entries() / 2 {
-                // Each request that was executed has taken one receive, at least.
+                // Each executed request has taken at least one receive.
                 if load.receives > 0 {
                     s.post_receives(b, executed.wrapping_add(b.receives()));
                 }
@@ -195,7 +196,7 @@ fn requests(socket: &Path, load: &Load, until: Until) {
     }
 }
 
-/// Registers and deregisters 64 KiB without a pause, each time in a PD of its own or always in the same one.
+/// Registers and deregisters 64 KiB without pause, in a new PD each time or always in the same one.
 fn register(socket: &Path, own_pd: bool, until: Until) {
     let mut s = Scripted::new(socket);
     let at = s.hostile.bus(0);
@@ -212,7 +213,7 @@ fn register(socket: &Path, own_pd: bool, until: Until) {
     }
 }
 
-/// Makes, connects and destroys QPs, and a CQ for each 64 of them, without a pause.
+/// Creates, connects and destroys QPs, and a CQ for each 64 of them, without pause.
 fn queues(socket: &Path, qp_type: QpType, until: Until) {
     let mut s = Scripted::new(socket);
     let load = Load { qp_type, ..WRITES };

@@ -1,5 +1,5 @@
-//! The driver of a virtual machine's kernel that does what no driver should: commands that are nearly right, rings and doorbell pages full of
-//! junk, lists of runs outside memory, forged messages of the general services, and a VMM that changes all of it meanwhile.
+//! A hostile kernel driver of a virtual machine. It sends commands that are nearly right, fills rings and doorbell
+//! pages with junk, names memory outside its own, and forges MADs, while its VMM changes all of these.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -17,27 +17,28 @@ use crate::random::Random;
 use crate::vanish::region;
 use crate::{Until, ready};
 
-/// All of the session's memory from here on is for rings, pages and lists, which may overlap. Before it lies the control virtqueue.
+/// The session's memory from here on is for rings, pages and lists, which may overlap. The control virtqueue lies
+/// before it.
 const BEGIN: u64 = 0x3_0000;
 const END: u64 = 4 << 20;
-/// Memory that comes and goes.
+/// Bus address of the memory that is added and removed.
 const MORE: u64 = 1 << 53;
 const MORE_BYTES: u64 = 1 << 20;
-/// Steps of one connection.
+/// Number of steps of one connection.
 const STEPS: u32 = 4000;
-/// Numbers that were handed out and are remembered.
+/// Number of handles that are remembered.
 const KEPT: usize = 64;
 
 macro_rules! lengths {
     ($($name:ident = $code:literal, $handler:ident($req:ident) -> $resp:ident;)*) => {
-        /// Codes of all commands, and the bytes of their requests.
+        /// Codes of all commands, and the lengths of their requests.
         const LENGTHS: &[(u8, usize)] = &[$(($code, size_of::<abi::$req>())),*];
     };
 }
 
 abi::for_each_command!(lengths);
 
-/// A QP, and where its areas are in memory.
+/// A QP, and the addresses of its areas.
 #[derive(Clone, Copy)]
 struct Made {
     qpn: u32,
@@ -51,9 +52,9 @@ struct Made {
 struct Driver {
     h: Hostile,
     r: Random,
-    /// Numbers that the device has given out.
+    /// Handles that the device has returned.
     numbers: Vec<u32>,
-    /// Bus addresses that MAP_RUNS has given out.
+    /// Bus addresses that MAP_RUNS has returned.
     mapped: Vec<u64>,
     keys: Vec<u32>,
     pages: Vec<u64>,
@@ -61,7 +62,7 @@ struct Driver {
     more: (MemFd, bool),
 }
 
-/// Keeps some of all that were seen.
+/// Adds an element, or replaces a random one when there are [`KEPT`].
 fn keep<T>(all: &mut Vec<T>, r: &mut Random, one: T) {
     if all.len() < KEPT {
         all.push(one);
@@ -90,12 +91,12 @@ impl Driver {
         }
     }
 
-    /// Offset of a page of its own memory.
+    /// Offset of a random page of its own memory.
     fn page(&mut self) -> u64 {
         BEGIN + self.r.below((END - BEGIN) / 4096) * 4096
     }
 
-    /// A bus address, mostly of memory that is there.
+    /// A random bus address, mostly of existing memory.
     fn address(&mut self) -> u64 {
         let page = self.page();
         match self.r.below(12) {
@@ -109,14 +110,15 @@ impl Driver {
         }
     }
 
-    /// A command; what it answers, if it succeeds. Whoever gets no answer has spoilt its own control virtqueue.
+    /// Sends a command. Returns the data of its response if it succeeds. No response comes if the driver has damaged
+    /// its control virtqueue.
     fn command(&mut self, code: u8, data: &[u8]) -> Option<Vec<u8>> {
         let head = abi::ReqHeader { command: code, ..Default::default() };
         let answer = self.h.request(&[head.as_bytes(), data].concat(), 1024)?;
         (answer.len() >= 8 && answer[0] == 0).then(|| answer[8..].to_vec())
     }
 
-    /// A command whose answer begins with a number.
+    /// Sends a command whose response begins with a number.
     fn make<R: FromBytes>(&mut self, code: abi::Command, data: &[u8]) -> Option<R> {
         let answer = self.command(code as u8, data)?;
         let number = abi::HandleResp::read_from_prefix(&answer).ok()?.0.handle;
@@ -124,7 +126,7 @@ impl Driver {
         R::read_from_prefix(&answer).ok().map(|r| r.0)
     }
 
-    /// Any command with any data, of the right length or of another.
+    /// Sends a random command with random data, of the right length or another.
     fn any_command(&mut self) {
         let (code, len) = LENGTHS[self.r.below(LENGTHS.len() as u64) as usize];
         let (code, len) = match self.r.below(16) {
@@ -147,7 +149,7 @@ impl Driver {
         }
     }
 
-    /// A list of runs; its bus address and how many. Some are not what they should be.
+    /// Writes a list of runs, of which some are wrong. Returns its bus address and its length.
     fn runs(&mut self) -> (u64, u32, u64) {
         let at = self.page();
         let (n, mut sum) = (1 + self.r.below(40), 0u64);
@@ -166,7 +168,7 @@ impl Driver {
         (self.h.bus(at), if self.r.below(16) == 0 { self.number() } else { n as u32 }, length)
     }
 
-    /// A command that makes something, mostly as it should be.
+    /// Sends a command that creates an object, with mostly valid parameters.
     fn object(&mut self) {
         use abi::Command as C;
         let (pdn, addr, ctrl_addr) = (self.number(), self.address(), self.address());
@@ -249,12 +251,12 @@ impl Driver {
         self.steps(made);
     }
 
-    /// One of the group's addresses.
+    /// A random address of the group.
     fn gid(&mut self) -> [u8; 16] {
         Gid::from_ip([10, 0, 0, 1 + self.r.below(5) as u8].into()).0
     }
 
-    /// Takes a QP to where it sends, connected to one of its own or to any.
+    /// Moves a QP to RTS, connected to one of its own or to a random one.
     fn steps(&mut self, q: Made) {
         let others = self.qps.len() as u64;
         let peer = self.qps[self.r.below(others) as usize].qpn;
@@ -299,7 +301,7 @@ impl Driver {
         }
     }
 
-    /// WQEs that are nearly right in a QP's ring, and its doorbell.
+    /// Posts WQEs that are nearly right to a random QP, and rings its doorbell.
     fn post(&mut self) {
         if self.qps.is_empty() {
             return;
@@ -343,13 +345,13 @@ impl Driver {
         self.ring(q.slot);
     }
 
-    /// A message of connection management that nobody should believe, to somebody of the group.
+    /// A forged message of connection management, to a random address of the group.
     fn forged(&mut self, w: abi::SqWqe) -> (abi::SqWqe, abi::Sge) {
         let at = self.page();
         let mut mad = [0; MAD_BYTES];
         mad.fill_with(|| self.r.next() as u8);
         if self.r.below(8) > 0 {
-            // Version, class of connection management and its version, method.
+            // Base version, management class (CM), class version, method.
             mad[..4].copy_from_slice(&[1, 7, 2, 3]);
             mad[16..20].copy_from_slice(&[0, 0x10 + self.r.below(12) as u8, 0, 0]);
         }
@@ -364,7 +366,7 @@ impl Driver {
         (w, abi::Sge { addr: at, length, lkey })
     }
 
-    /// Rings one bit, or all, of all pages.
+    /// Rings one doorbell bit, or all, of all pages.
     fn ring(&mut self, slot: u32) {
         let all = self.r.below(8) == 0;
         for &page in &self.pages {
@@ -376,7 +378,7 @@ impl Driver {
         self.h.wake();
     }
 
-    /// Junk anywhere in its memory, much of it where control blocks and pages begin.
+    /// Writes junk to random places of its memory, often where control blocks and pages begin.
     fn junk(&mut self) {
         for _ in 0..1 + self.r.below(64) {
             let at = self.page() + if self.r.below(2) == 0 { self.r.below(32) * 4 } else { self.r.below(1024) * 4 };
@@ -386,7 +388,7 @@ impl Driver {
         self.h.wake();
     }
 
-    /// What a VMM may do at any time.
+    /// Makes a random change that a VMM may make at any time.
     fn change(&mut self) {
         let desc = region(MORE, MORE_BYTES);
         match self.r.below(6) {
@@ -399,7 +401,7 @@ impl Driver {
                 }
                 self.more.1 = !self.more.1;
             }
-            // The second half of its memory, twice, and a region that would cover the first.
+            // Adds the second half of its memory, twice, and a region that would cover the first half.
             2 => {
                 let fd = self.h.fd();
                 let bus_addr = self.address();
@@ -408,14 +410,14 @@ impl Driver {
                     let _ = self.h.frontend.remove_region(desc);
                 }
             }
-            // A pause with junk in it.
+            // Pauses, and writes junk meanwhile.
             3 => {
                 let _ = self.h.frontend.stop_vring(abi::VQ_CONTROL);
                 self.junk();
                 self.post();
                 self.h.restart_control();
             }
-            // Event virtqueues that lie anywhere.
+            // Sets up event virtqueues at random addresses.
             4 => {
                 let base = self.h.memory().addr() as u64;
                 let at = [(); 3].map(|()| base + self.page());
@@ -444,7 +446,7 @@ impl Driver {
     }
 }
 
-/// Goes on for its time, and connects anew now and then.
+/// Runs the driver, and reconnects now and then.
 pub(crate) fn driver(socket: &Path, until: Until) {
     let mut seed = 1;
     ready();

@@ -1,10 +1,11 @@
-//! Tenants that try to harm their neighbours or the virtual layer, and pairs of programs that feel it. `cargo xtask attack` and `cargo
-//! xtask bench isolation` run each of them as a process against the vRNICs of a running virtual layer; each has nothing but the socket of
-//! its own vRNIC.
+//! Tenants that try to harm their neighbours or the virtual layer, and pairs of programs that measure the harm. `cargo
+//! xtask attack` and `cargo xtask bench isolation` run each of them as a process against the vRNICs of a running
+//! virtual layer. Each has only the socket of its own vRNIC.
 //!
-//! An attack prints `ready` when it begins, or `skip: REASON` if it cannot be done here, and ends after its time. If it sees for itself
-//! that the virtual layer does what it must not, it prints `broken: WHAT`. The victim prints `ready` when its programs are connected,
-//! measures once it has read a line, and prints its figures, a name and a number on each line.
+//! An attack prints `ready` when it begins, or `skip: REASON` if it is impossible on this machine, and ends after its
+//! time. If it sees the virtual layer do something forbidden, it prints `broken: WHAT`. The victim prints `ready` when
+//! its programs are connected, measures after it has read a line, and prints its figures, a name and a number on each
+//! line.
 
 mod field;
 mod guest;
@@ -75,7 +76,7 @@ virtual machines
 /// `IBV_MTU_4096`.
 const MTU_4096: u8 = 5;
 
-/// How long an attack goes on.
+/// The end of an attack.
 #[derive(Clone, Copy)]
 struct Until(Instant);
 
@@ -97,7 +98,7 @@ fn broken(what: &str) {
     println!("broken: {what}");
 }
 
-/// Runs an attack; nothing if there is none of that name with such an argument.
+/// Runs an attack. `None` if no attack has that name and such arguments.
 fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<()> {
     match (name, argument) {
         ("honest", [to]) => victim::honest(socket, Path::new(to), until),

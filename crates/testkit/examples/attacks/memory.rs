@@ -1,4 +1,4 @@
-//! MRs over memory of this process that the virtual layer reaches by `/proc/PID/mem`, and that is slow to reach.
+//! MRs over private memory of this process that is slow to reach. The virtual layer reaches it through `/proc/PID/mem`.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -19,7 +19,7 @@ const PAGE: u64 = 4096;
 /// Bytes of the MR.
 const LEN: u64 = 1 << 20;
 
-/// READs of pages whose file server never answers: who copies them waits for it.
+/// READs of pages whose file server never answers. A thread that copies such a page waits for the server.
 pub(crate) fn fuse(socket: &Path, until: Until) {
     let s = Scripted::new(socket);
     // The vRNIC's directory is hidden by the mount, but only from this process, which is connected already.
@@ -30,19 +30,20 @@ pub(crate) fn fuse(socket: &Path, until: Until) {
     };
     // SAFETY: a new mapping, which replaces nothing.
     let at = unsafe { rustix::mm::mmap(null_mut(), LEN as usize, ProtFlags::READ, MapFlags::PRIVATE, &file, 0) };
-    // An open file would be closed when this process is killed, and that waits for an answer of this process.
+    // Closing the file waits for an answer of this process, so it must not be open when this process is killed.
     drop(file);
     read_all_the_time(s, at.expect("mmap") as u64, until);
 }
 
-/// READs of an address space that is copied by one fork after the other: who looks pages up in it waits meanwhile.
+/// READs of an address space that is copied by one fork after the other. A thread that looks up a page in it waits for
+/// the fork.
 pub(crate) fn fork(socket: &Path, until: Until) {
     const LARGE: usize = 16 << 30;
     let s = Scripted::new(socket);
     let at = anonymous(LEN as usize);
     let large = anonymous(LARGE);
-    // SAFETY: the mapping is ours and as long as that. It is read except for one byte, so all of it is the zero page, of which
-    // a fork copies the page tables only.
+    // SAFETY: the mapping is ours and has this length. It is only read, except for one byte, so all of it is the zero
+    // page, and a fork copies only its page tables.
     unsafe {
         rustix::mm::madvise(large.cast(), LARGE, Advice::LinuxNoHugepage).expect("madvise");
         rustix::mm::madvise(large.cast(), LARGE, Advice::LinuxPopulateRead).expect("madvise");
@@ -68,7 +69,7 @@ fn anonymous(len: usize) -> *mut u8 {
     unsafe { rustix::mm::mmap_anonymous(null_mut(), len, access, flags) }.expect("mmap").cast()
 }
 
-/// READs a page at a time of `[at, at + LEN)` of this process, of each 64 KiB the first.
+/// READs the first page of each 64 KiB of `[at, at + LEN)` of this process, one at a time.
 fn read_all_the_time(mut s: Scripted, at: u64, until: Until) {
     let me = File::options().read(true).write(true).open("/proc/self/mem").expect("/proc/self/mem");
     let region = RegionDesc { bus_addr: at, size: LEN, user_addr: at, mmap_offset: at };

@@ -1,5 +1,5 @@
-//! What goes over the session's socket and virtqueues: descriptors that hold up whoever uses them, buffers that hold nothing, messages
-//! that never end, requests that are refused.
+//! Attacks by the session's socket and virtqueues: descriptors that block the threads that use them, buffers that are
+//! too small, messages that never end, and requests that are refused.
 
 use std::io::{IoSlice, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -20,14 +20,14 @@ use zerocopy::IntoBytes;
 
 use crate::{MTU_4096, Until, broken, ready};
 
-/// Most descriptors that a message may have.
+/// Most descriptors of a message.
 const DESCRIPTORS: usize = 32;
 
 fn event(flags: EventfdFlags) -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC | flags).expect("eventfd")
 }
 
-/// An eventfd that its owner keeps full and blocking, for the answers to its own commands.
+/// A call eventfd that is blocking and always full, for the responses to its owner's own commands.
 pub(crate) fn blocking_call(socket: &Path, until: Until) {
     let mut h = Hostile::new(socket);
     let call = event(EventfdFlags::empty());
@@ -36,7 +36,7 @@ pub(crate) fn blocking_call(socket: &Path, until: Until) {
     std::thread::spawn(move || {
         loop {
             let _ = rustix::fs::fcntl_setfl(&call, rustix::fs::OFlags::empty());
-            // An own thread that is busy would slow others down without the virtual layer.
+            // A busy thread of this process would slow others down without any help of the virtual layer.
             std::thread::sleep(Duration::from_micros(10));
         }
     });
@@ -49,10 +49,10 @@ pub(crate) fn blocking_call(socket: &Path, until: Until) {
     }
 }
 
-/// Event buffers of one byte, given back as fast as the device takes them. No completion event fits.
+/// Event buffers of one byte, returned as fast as the device takes them. No completion event fits into one.
 pub(crate) fn tiny_buffers(socket: &Path, until: Until) {
     const SIZE: u16 = 256;
-    /// Buffers that the device may use each time that it looks, for an event or a kick.
+    /// Most buffers that the device may use each time that it looks at the queue, for an event or a kick.
     const FOR_EACH_LOOK: u64 = 2 * SIZE as u64;
     let mut s = Scripted::new(socket);
     let (desc, avail, used, buffer) = (s.alloc(16 * 256), s.alloc(1024), s.alloc(4096), s.alloc(64));
@@ -60,7 +60,7 @@ pub(crate) fn tiny_buffers(socket: &Path, until: Until) {
     for i in 0..SIZE {
         let at = desc as usize + 16 * usize::from(i);
         memory.write(at, s.hostile.bus(buffer).as_bytes());
-        // One byte, for the device to write.
+        // A writable buffer of one byte.
         memory.write(at + 8, [1u32, 2].as_bytes());
         memory.write(avail as usize + 4 + 2 * usize::from(i), i.as_bytes());
     }
@@ -99,7 +99,7 @@ pub(crate) fn tiny_buffers(socket: &Path, until: Until) {
     });
 }
 
-/// Sends one byte with descriptors beside it.
+/// Sends one byte with descriptors.
 fn send_beside(s: &UnixStream, fds: &[BorrowedFd<'_>]) -> rustix::io::Result<usize> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -113,7 +113,7 @@ fn is_closed(mut s: &UnixStream) -> bool {
     s.read(&mut [0]).map_or_else(|e| e.kind() != std::io::ErrorKind::WouldBlock, |n| n == 0)
 }
 
-/// Half a message, with as many descriptors beside it as are taken, on as many connections as are taken.
+/// Half a message, with the most descriptors that are accepted, on the most connections that are accepted.
 pub(crate) fn half_messages(socket: &Path, until: Until) {
     const CONNECTIONS: usize = 500;
     let call = event(EventfdFlags::NONBLOCK);
@@ -134,7 +134,7 @@ pub(crate) fn half_messages(socket: &Path, until: Until) {
     }
 }
 
-/// A TCP socket with data that nobody takes, whose last owner waits ten minutes when it closes it.
+/// A TCP socket with unread data. Closing its last descriptor blocks for ten minutes.
 fn lingering() -> std::io::Result<(OwnedFd, TcpStream)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let mut s = TcpStream::connect(listener.local_addr()?)?;
@@ -146,10 +146,10 @@ fn lingering() -> std::io::Result<(OwnedFd, TcpStream)> {
     Ok((s.into(), peer))
 }
 
-/// Descriptors whose closing waits. The virtual layer is the last to have them.
+/// Descriptors whose closing blocks. The virtual layer closes them last.
 pub(crate) fn slow_to_close(socket: &Path, until: Until) {
     const DESCRIPTORS: usize = 100;
-    // The other ends; closing them would end the wait.
+    // The other ends. Closing them would end the wait.
     let mut peers = Vec::new();
     while peers.len() < DESCRIPTORS && !until.over() {
         let (fd, peer) = match lingering() {
@@ -158,7 +158,7 @@ pub(crate) fn slow_to_close(socket: &Path, until: Until) {
         };
         let session = UnixStream::connect(socket);
         if session.as_ref().is_ok_and(|s| send_beside(s, &[fd.as_fd()]).is_ok()) {
-            // The virtual layer has received the descriptor, and has to close it when the session ends.
+            // By now the virtual layer has received the descriptor. It has to close it when the session ends.
             std::thread::sleep(Duration::from_millis(50));
         } else {
             sockopt::set_socket_linger(&fd, None).expect("a socket");
@@ -172,7 +172,7 @@ pub(crate) fn slow_to_close(socket: &Path, until: Until) {
     until.sleep();
 }
 
-/// Connections that come and go, some with a whole session.
+/// Short connections, some with a whole session.
 pub(crate) fn connections(socket: &Path, until: Until) {
     ready();
     for i in 0.. {
@@ -186,7 +186,7 @@ pub(crate) fn connections(socket: &Path, until: Until) {
     }
 }
 
-/// Bytes of no protocol, in connections of their own.
+/// Random bytes, in connections of their own.
 pub(crate) fn junk(socket: &Path, until: Until) {
     let mut n = 1u64;
     ready();
@@ -203,7 +203,7 @@ pub(crate) fn junk(socket: &Path, until: Until) {
     }
 }
 
-/// Requests that are refused, which the virtual layer might write to its log.
+/// Refused requests. The virtual layer might write each to its log.
 pub(crate) fn refused(socket: &Path, until: Until) {
     let mut h = Hostile::new(socket);
     ready();
@@ -224,7 +224,7 @@ pub(crate) fn channels(socket: &Path, until: Until) {
     let last = held.len() as u32;
     ready();
     while !until.over() {
-        // Either may be refused: others may have taken what there was meanwhile.
+        // Either may be refused: other vRNICs may have taken the last channels meanwhile.
         let _ = s.hostile.frontend.close_channel(last);
         drop(s.hostile.frontend.open_channel(last));
     }
@@ -252,7 +252,7 @@ pub(crate) fn unread(socket: &Path, until: Until) {
     }
 }
 
-/// The control virtqueue is kicked without a pause, for nothing.
+/// Kicks the control virtqueue without pause, with no request in it.
 pub(crate) fn kicks(socket: &Path, until: Until) {
     let sessions: Vec<Hostile> = (0..16).map(|_| Hostile::new(socket)).collect();
     ready();
@@ -261,7 +261,7 @@ pub(crate) fn kicks(socket: &Path, until: Until) {
     }
 }
 
-/// Kick descriptors that are always readable, or hung up, so that who waits for them never waits.
+/// Kick descriptors that are always readable or hung up, so that a thread that waits for them never sleeps.
 pub(crate) fn strange_kicks(socket: &Path, until: Until) {
     let hung_up = UnixStream::pair().expect("sockets").0;
     let (pipe, _) = rustix::pipe::pipe().expect("pipe");
@@ -277,7 +277,7 @@ pub(crate) fn strange_kicks(socket: &Path, until: Until) {
     for fd in strange {
         let mut h = Hostile::new(socket);
         let user = h.memory().addr() as u64;
-        // What is refused is no attack. The control virtqueue and the wake virtqueue are there already.
+        // A refused queue is no attack. The control virtqueue and the wake virtqueue are set up already.
         for queue in [abi::VQ_ASYNC, abi::VQ_COMP_FIRST] {
             let _ = h.frontend.set_kick(queue, fd);
             let _ = h.frontend.set_vring(queue, 4, user + 0x8_0000, user + 0x8_1000, user + 0x8_2000);
@@ -290,7 +290,7 @@ pub(crate) fn strange_kicks(socket: &Path, until: Until) {
     until.sleep();
 }
 
-/// Connections of which one direction is closed, with and without a session.
+/// Half-closed connections, with and without a session.
 pub(crate) fn half_closed(socket: &Path, until: Until) {
     let sessions: Vec<Scripted> = (0..16).map(|_| Scripted::new(socket)).collect();
     for s in &sessions {

@@ -1,5 +1,5 @@
-//! The network interface of a virtual machine whose driver and VMM send what they like: frames of any kind and length, rings full of
-//! junk, memory that comes and goes.
+//! The network interface of a virtual machine with a hostile driver and VMM: frames of any kind and length, rings full
+//! of junk, and memory that is added and removed.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -18,14 +18,14 @@ use crate::{Until, broken, ready};
 const SIZE: u64 = 1 << 20;
 const BUS: u64 = 1 << 40;
 const ENTRIES: u16 = 64;
-/// Where the two rings lie, and where buffers begin.
+/// Offsets of the two rings, and of the buffers.
 const RINGS: [u64; 2] = [0, 0x4000];
 const BUFFERS: u64 = 0x8000;
-/// Bytes before each frame.
+/// Bytes of the header before each frame.
 const HEADER: usize = 12;
 /// Most bytes of a frame.
 const FRAME: u64 = 12_000;
-/// Steps of one connection.
+/// Number of steps of one connection.
 const STEPS: u32 = 20_000;
 
 struct Interface {
@@ -53,7 +53,7 @@ impl Interface {
         Ok(i)
     }
 
-    /// Sends a request, and reads no answer: there is room for a few, and the connection does not last.
+    /// Sends a request and does not read the answer: the socket has room for some answers, and the connection is short.
     fn tell(&mut self, request: R, payload: &[u8], fds: &[BorrowedFd<'_>]) {
         let _ = unirdma_link::send(self.socket.as_fd(), request as u32, 0, payload, fds);
     }
@@ -70,7 +70,7 @@ impl Interface {
         self.present = !self.present;
     }
 
-    /// Sets both rings up where they are.
+    /// Sets up both rings at their offsets.
     fn start(&mut self) {
         let kick = self.kick.try_clone().expect("descriptor");
         for index in 0..2u32 {
@@ -88,12 +88,12 @@ impl Interface {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// Offset of a buffer.
+    /// Offset of a random buffer.
     fn buffer(&mut self) -> u64 {
         BUFFERS + self.r.below(SIZE - BUFFERS - FRAME - 64)
     }
 
-    /// A frame with some of its own address, or another's, or of no kind that there is.
+    /// Posts a frame with its own address or another one, of a random kind.
     fn frame(&mut self) {
         let at = self.buffer();
         let len = match self.r.below(8) {
@@ -112,7 +112,7 @@ impl Interface {
             bytes[HEADER + 6..][..6].copy_from_slice(&mac(1 + self.r.below(4)));
             bytes[HEADER + 12..][..2].copy_from_slice(&kind.to_be_bytes());
             if self.r.below(2) == 0 {
-                // The begin of an ARP, or of an IP header.
+                // The beginning of an ARP or IP header.
                 bytes[HEADER + 14..][..6].copy_from_slice(if kind == 0x0806 {
                     &[0, 1, 8, 0, 6, 4]
                 } else {
@@ -130,7 +130,7 @@ impl Interface {
         self.queues[1].pop_used();
     }
 
-    /// Room for a frame that comes, or for a part of one.
+    /// Posts a receive buffer for a frame, or for a part of one.
     fn room(&mut self) {
         let at = BUS + self.buffer();
         let len = [0, 11, 12, 60, 2000, FRAME][self.r.below(6) as usize] as u32;
@@ -163,13 +163,13 @@ impl Interface {
     }
 }
 
-/// The interface beside the device whose socket this is; it connects anew now and then.
+/// Attacks the network interface that belongs to the device of this socket. Reconnects now and then.
 pub(crate) fn interface(socket: &Path, until: Until) {
     let path = socket.with_file_name("net.sock");
     let (mut seed, mut refused) = (1, 0);
     ready();
     while !until.over() {
-        // The one before may not have ended yet.
+        // The previous connection may not have ended yet.
         match Interface::new(&path, seed) {
             Ok(mut i) => {
                 for _ in 0..STEPS {

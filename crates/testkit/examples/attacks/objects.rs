@@ -1,4 +1,4 @@
-//! Objects: very many, very large, made and destroyed without a pause, and what is left of them.
+//! Objects: very many, very large, created and destroyed without pause, and used after destruction.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -26,10 +26,11 @@ pub(crate) fn regmr(socket: &Path, until: Until) {
     }
 }
 
-/// Registers lists of pages of which none joins its neighbour: short ones, of which each page is a mapping of its own, and as long ones as there are.
+/// Registers lists of pages that are never contiguous: short ones, in which each page is a mapping of its own, and the
+/// longest ones.
 pub(crate) fn pages(socket: &Path, until: Until) {
     const PAGE: u64 = 4096;
-    /// The longest list that the device takes, and the longest that it maps.
+    /// Lengths of the longest list that the device takes, and of the longest that it maps.
     const LONGEST: u64 = 1 << 20;
     const MAPPED: u64 = 512;
     let mut s = Scripted::new(socket);
@@ -57,8 +58,8 @@ pub(crate) fn pages(socket: &Path, until: Until) {
     }
 }
 
-/// Brings a completion into another tenant's CQ: an XRC target goes on after the CQ that its receives completed in is destroyed, and a
-/// CQ that another tenant makes then must not be taken for it.
+/// Tries to put a completion into another tenant's CQ. An XRC target lives on after the CQ in which its receives
+/// completed is destroyed. The CQ that another tenant creates next must not be taken for it.
 pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
     /// `IBV_QPS_ERR`.
     const ERR: u8 = 6;
@@ -86,7 +87,8 @@ pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
             ..Default::default()
         };
         let srq: abi::CreateSrqResp = s.ask(abi::Command::CreateSrq, &srq);
-        // A message that names the SRQ makes its CQ the target's. There is no receive, so it waits.
+        // A message that names the SRQ makes the SRQ's CQ the CQ of the target. There is no receive, so the message
+        // waits.
         let send = abi::SqWqe { opcode: WrOpcode::Send as u8, dest_qpn: srq.number, ..Default::default() };
         s.write_wqe(&sender, 0, send, abi::Sge::default());
         s.post(&sender, 1);
@@ -95,7 +97,7 @@ pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
         s.order(abi::Command::DestroyQp, &one(sender.qpn));
         s.order(abi::Command::DestroySrq, &one(srq.srqn));
         s.order(abi::Command::DestroyCq, &one(s.cqn));
-        // As many CQs as a handle of 12 bits for their generation could tell apart.
+        // If the generation in a handle had 12 bits, it would wrap after these CQs.
         for _ in 0..4095 {
             make_cq(&mut s);
             s.order(abi::Command::DestroyCq, &one(s.cqn));
@@ -112,21 +114,21 @@ pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
     }
 }
 
-/// An IPv4 address and a port, as connection management has them.
+/// An IPv4 address and a port in the form of connection management.
 fn cm_address(ip: [u8; 4], port: u16) -> abi::CmAddr {
     abi::CmAddr { ip: Gid::from_ip(ip.into()).0, port, family: 4, ..Default::default() }
 }
 
-/// A request to connection management; the identifier that it is about, unless it is refused.
+/// Sends a request to connection management. Returns the identifier of the answer, or `None` if it is refused.
 fn cm(s: &mut Scripted, op: abi::CmOp, request: abi::CmReq) -> Option<u32> {
     let request = abi::CmReq { op: op as u8, ..request };
     let (status, data) = s.hostile.command(abi::Command::Cm as u8, request.as_bytes());
     (status == 0).then(|| abi::CmResp::read_from_prefix(&data).expect("a whole response").0.id)
 }
 
-/// Events of multicast joins that nobody fetches.
+/// Multicast joins whose events are never read.
 pub(crate) fn cmjoin(socket: &Path, until: Until) {
-    /// Identifiers, each with joins as long as they are taken.
+    /// Number of identifiers. Each joins until it is refused.
     const IDS: u32 = 250;
     let mut s = Scripted::new(socket);
     let own = abi::CmAddr { ip: s.gid, family: 4, ..Default::default() };
@@ -148,11 +150,11 @@ pub(crate) fn cmjoin(socket: &Path, until: Until) {
     }
 }
 
-/// Requests for connections, to a listener that takes none.
+/// Requests for connections, to a listener that accepts none.
 pub(crate) fn cmreq(socket: &Path, until: Until) {
     const PORT: u16 = 7471;
     const QUEUE: u32 = 0;
-    /// Identifiers that are open at a time.
+    /// Number of identifiers that are open at a time.
     const IDS: usize = 1000;
     let mut s = Scripted::new(socket);
     let own = abi::CmAddr { ip: s.gid, port: PORT, family: 4, ..Default::default() };
@@ -178,7 +180,7 @@ pub(crate) fn cmreq(socket: &Path, until: Until) {
     }
 }
 
-/// Sessions that take as many QPs as they may and end at once, so that the virtual layer destroys them.
+/// Sessions that create the most QPs that they may and end at once, so that the virtual layer destroys the QPs.
 pub(crate) fn teardown(socket: &Path, until: Until) {
     ready();
     while !until.over() {
@@ -191,7 +193,7 @@ pub(crate) fn teardown(socket: &Path, until: Until) {
     }
 }
 
-/// As many objects of each kind as a session gets, again and again.
+/// Creates the most objects of each kind that a session may have, again and again.
 pub(crate) fn exhausted(socket: &Path, until: Until) {
     ready();
     while !until.over() {

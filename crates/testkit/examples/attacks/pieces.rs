@@ -1,4 +1,4 @@
-//! Very many small parts: of one MR, of one message, of a session, and datagrams that wait for receives that never come.
+//! Very many small parts: of an MR, of a message, of a session; and datagrams that wait for receives that never come.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -16,21 +16,22 @@ use crate::{MTU_4096, Until, ready};
 const PAGE: u64 = 4096;
 const AT: u64 = 1 << 53;
 
-/// A list of runs in the session's memory; where it is.
+/// Writes a list of runs to the session's memory. Returns its bus address.
 fn list(s: &mut Scripted, runs: &[[u64; 2]]) -> u64 {
     let at = s.alloc(runs.as_bytes().len() as u64);
     s.hostile.memory().write(at as usize, runs.as_bytes());
     s.hostile.bus(at)
 }
 
-/// Puts a run of `length` bytes behind an MR, as often as wanted or as the device allows; how often.
+/// Extends an MR by a run of `length` bytes, at most `times` times or until the device refuses. Returns the number of
+/// runs.
 fn extend(s: &mut Scripted, mrn: u32, runs_addr: u64, length: u64, times: u32, until: Until) -> u32 {
     let request = abi::ExtendMrReq { mrn, num_runs: 1, runs_addr, length };
     let done = |s: &mut Scripted| s.hostile.command(abi::Command::ExtendMr as u8, request.as_bytes()).0 == 0;
     (0..times).take_while(|_| !until.over() && done(s)).count() as u32
 }
 
-/// One MR of as many lists as there may be, again and again.
+/// One MR of the most lists that are allowed, again and again.
 pub(crate) fn lists(socket: &Path, until: Until) {
     let mut s = Scripted::new(socket);
     let page = s.alloc(2 * PAGE).next_multiple_of(PAGE);
@@ -66,7 +67,7 @@ pub(crate) fn crumbs(socket: &Path, until: Until) {
     }
 }
 
-/// A region with very many MRs, which goes and comes back.
+/// A region with very many MRs that is removed and added again.
 pub(crate) fn revoked(socket: &Path, until: Until) {
     const MRS: u32 = 30_000;
     let mut s = Scripted::new(socket);
@@ -81,7 +82,7 @@ pub(crate) fn revoked(socket: &Path, until: Until) {
     }
 }
 
-/// As many ranges of addresses as a session may have, again and again.
+/// The most address ranges that a session may have, again and again.
 pub(crate) fn ranges(socket: &Path, until: Until) {
     let mut s = Scripted::new(socket);
     let file = MemFd::new(c"ranges", PAGE as usize).expect("memory file");
@@ -101,7 +102,7 @@ pub(crate) fn ranges(socket: &Path, until: Until) {
     }
 }
 
-/// Datagrams to very many QPs without receives, each of which keeps some for a while.
+/// Datagrams to very many QPs without receives. Each QP keeps some for a while.
 pub(crate) fn backlog(socket: &Path, until: Until) {
     const RECEIVERS: u32 = 2_000;
     const SLOTS: u32 = 4_096;

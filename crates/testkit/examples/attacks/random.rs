@@ -1,4 +1,4 @@
-//! Random numbers that a seed determines.
+//! Pseudo-random numbers from a seed.
 
 /// xorshift64.
 pub(crate) struct Random(u64);

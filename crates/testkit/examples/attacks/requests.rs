@@ -14,7 +14,7 @@ use crate::{MTU_4096, Until, ready};
 /// `IBV_MTU_256`.
 const MTU_256: u8 = 1;
 
-/// SENDs whose receivers are never ready: each is tried again after the shortest RNR timer, at no cost to this process.
+/// SENDs whose receivers are never ready. Each is retried after the shortest RNR timer, at no cost to this process.
 pub(crate) fn rnr(socket: &Path, mut qps: u32, until: Until) {
     let mut sessions = Vec::new();
     while qps > 0 {
@@ -65,7 +65,7 @@ pub(crate) fn flood(socket: &Path, until: Until) {
     }
 }
 
-/// Posts one request after the other, each in the next slot of the SQ, and waits for it without a busy loop.
+/// Posts one request after the other, each in the next slot of the SQ, and waits for each without a busy loop.
 pub(crate) fn one_by_one(s: &Scripted, q: &Queue, until: Until, mut write: impl FnMut(u32)) {
     while !until.over() {
         let index = s.posted(q);
@@ -77,7 +77,7 @@ pub(crate) fn one_by_one(s: &Scripted, q: &Queue, until: Until, mut write: impl 
     }
 }
 
-/// Large WRITEs that are very many packets to who captures them.
+/// Large WRITEs, each of which is very many packets in a capture.
 pub(crate) fn capw(socket: &Path, until: Until) {
     const LEN: u64 = 128 << 20;
     let mut s = Scripted::new(socket);
@@ -90,8 +90,8 @@ pub(crate) fn capw(socket: &Path, until: Until) {
     one_by_one(&s, &q, until, |i| s.write(&q, i, WrOpcode::Write, local, (LEN, mr.rkey)));
 }
 
-/// Datagrams to a multicast group of very many QPs, none of which has posted a receive: one request is as many messages as there are
-/// members, and each is kept for a while in case a receive comes.
+/// Datagrams to a multicast group of very many QPs without receives. One request makes a message for each member, and
+/// each message is kept for a while in case a receive is posted.
 pub(crate) fn mcast(socket: &Path, until: Until) {
     const MEMBERS: u32 = 2048;
     const SLOTS: u32 = 64;

@@ -1,4 +1,4 @@
-//! Memory files that are not any more what they were when the virtual layer mapped them, or that have no memory yet.
+//! Memory files that change after the virtual layer has mapped them, or that have no memory yet.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::{MTU_4096, Until, broken, ready};
 const PAGE: u64 = 4096;
 const HUGE_PAGE: u64 = 2 << 20;
 const AT: u64 = 1 << 53;
-/// How soon a session must have ended whose memory is gone.
+/// Time within which a session must end after its memory is gone.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A memory file that can shrink.
@@ -45,7 +45,7 @@ fn has_ended(link: &mut Frontend) -> bool {
     false
 }
 
-/// WRITEs to every second page of a file that has been truncated: if each fault were mended by itself, each would take a mapping.
+/// WRITEs to every second page of a truncated file. If each fault were repaired by itself, each would need a mapping.
 pub(crate) fn truncated_mr(socket: &Path, until: Until) {
     const LEN: u64 = 1 << 30;
     const WRITES: u32 = 512;
@@ -85,9 +85,11 @@ pub(crate) fn truncated_doorbell(socket: &Path, until: Until) {
     }
 }
 
-/// A huge page as doorbell page, gone when the device writes to it: within a huge mapping no single page can be replaced.
+/// A huge page as doorbell page, which is gone when the device writes to it. A single page within a huge mapping cannot
+/// be replaced.
 pub(crate) fn truncated_huge_page(socket: &Path, until: Until) {
-    /// So often another page is put before the huge one, in case the virtual layer's place for it lies badly.
+    /// Number of attempts to map the huge page. Between attempts another page is mapped, in case the address that the
+    /// virtual layer would choose for the huge page is unsuitable.
     const SHIFTS: u64 = 512;
     let has_memory = |fd: &OwnedFd| {
         // SAFETY: a new mapping, which replaces nothing.
@@ -124,8 +126,8 @@ pub(crate) fn truncated_huge_page(socket: &Path, until: Until) {
     }
 }
 
-/// WRITEs of a few bytes to each page of a sparse file: the virtual layer makes the pages. When all are there, they are given back
-/// and made again.
+/// WRITEs of a few bytes to each page of a sparse file, so that the virtual layer allocates the pages. When all exist,
+/// they are freed and allocated again.
 pub(crate) fn fill(socket: &Path, until: Until) {
     const LEN: u64 = 1 << 30;
     const SLOTS: u32 = 1024;
@@ -156,8 +158,8 @@ pub(crate) fn fill(socket: &Path, until: Until) {
     }
 }
 
-/// WRITEs into a file whose pages its owner takes away all the time: who touches a page in the meantime waits in the kernel until all are
-/// gone, and the owner has the lowest priority that there is.
+/// WRITEs into a file whose pages its owner frees all the time. A thread that touches a page meanwhile waits in the
+/// kernel until all are free, and the owner has the lowest priority.
 pub(crate) fn punched(socket: &Path, until: Until) {
     const LEN: u64 = 4 << 20;
     const WRITE: u64 = 64 << 10;
@@ -188,7 +190,7 @@ pub(crate) fn punched(socket: &Path, until: Until) {
     });
 }
 
-/// This thread runs only when no other wants to.
+/// Makes this thread run only when no other wants to.
 fn be_idle() {
     let none = libc::sched_param { sched_priority: 0 };
     // SAFETY: the kernel reads the parameter, which lives long enough.
@@ -199,7 +201,7 @@ fn punch(file: &OwnedFd, len: u64) {
     fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, len).expect("a hole");
 }
 
-/// Sparse files that would take all addresses of the virtual layer.
+/// Sparse files that would use up the address space of the virtual layer.
 pub(crate) fn addresses(socket: &Path, until: Until) {
     const LARGEST: u64 = 1 << 46;
     const SMALLEST: u64 = 1 << 16;
@@ -216,12 +218,12 @@ pub(crate) fn addresses(socket: &Path, until: Until) {
     until.sleep();
 }
 
-/// Regions that are mapped and unmapped without a pause, of which each concerns all threads of the virtual layer.
+/// Regions that are mapped and unmapped without pause. Each change concerns all threads of the virtual layer.
 pub(crate) fn remapped(socket: &Path, until: Until) {
     const LEN: u64 = 64 << 20;
     let mut s = Scripted::new(socket);
     let file = sparse_file(LEN);
-    // All pages are there, and the device has them in its page table before they go.
+    // All pages exist, and the device has them in its page table before they are freed.
     fallocate(&file, FallocateFlags::empty(), 0, LEN).expect("memory");
     let (q, _) = s.pair(1, MTU_4096);
     ready();

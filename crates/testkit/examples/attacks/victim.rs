@@ -1,4 +1,4 @@
-//! Two well-behaved programs of which one writes to the other, and what that takes.
+//! Two well-behaved programs, one of which writes to the other, and measurements of them.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use crate::{Until, ready};
 
 const SMALL: usize = 8;
 const LARGE: usize = 64 << 10;
-/// WRITEs of [`LARGE`] bytes that wait at a time.
+/// Number of outstanding WRITEs of [`LARGE`] bytes.
 const OUTSTANDING: usize = 8;
 
-/// Latency for `seconds`, then bandwidth for as long.
+/// Measures latency for `seconds`, then bandwidth for the same time.
 pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
     let (a, b) = (Program::new(a, LARGE), Program::new(b, LARGE));
     connect(&a, &b);
@@ -53,16 +53,16 @@ pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
         post(LARGE)?;
     }
     println!("mib_s {}", (writes * LARGE) as f64 / f64::from(1 << 20) / start.elapsed().as_secs_f64());
-    // No WRITE may come when the memory is given back.
+    // No WRITE may be outstanding when the memory is freed.
     for _ in 0..OUTSTANDING {
         wait()?;
     }
     Ok(())
 }
 
-/// Bandwidth of SENDs of 4 KiB on several connections, for `seconds`.
+/// Measures the bandwidth of SENDs of 4 KiB on several connections, for `seconds`.
 pub(crate) fn many(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
-    /// Connections, and SENDs of each that wait at a time.
+    /// Number of connections, and of outstanding SENDs of each.
     const CONNECTIONS: usize = 8;
     const WAITING: usize = 8;
     const LEN: usize = 4 << 10;
@@ -100,7 +100,7 @@ pub(crate) fn many(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
     pairs.iter().try_for_each(|pair| (0..WAITING).try_for_each(|_| wait(pair)))
 }
 
-/// A well-behaved neighbour that is as busy as it can be.
+/// A well-behaved neighbour that is always busy.
 pub(crate) fn honest(from: &Path, to: &Path, until: Until) {
     const LEN: usize = 1 << 20;
     let (a, b) = (Program::new(from, LEN), Program::new(to, LEN));
@@ -114,7 +114,7 @@ pub(crate) fn honest(from: &Path, to: &Path, until: Until) {
     }
 }
 
-/// Two programs that open their devices now, and bytes that must arrive by WRITE, READ and SEND.
+/// Opens the devices of two programs and checks the data of a WRITE, a READ and a SEND.
 pub(crate) fn check(a: &Path, b: &Path) -> Result<(), String> {
     let (mut a, mut b) = (Program::new(a, LARGE), Program::new(b, LARGE));
     connect(&a, &b);

@@ -1,4 +1,5 @@
-//! A driver of the RFC mode: it speaks virtqueues over vhost-user as `docs/spec/virtio-rdma-rfc.md` has them, without a machine.
+//! A driver of the RFC mode. It uses virtqueues over vhost-user as `docs/spec/virtio-rdma-rfc.md` defines them, without
+//! a virtual machine.
 
 mod queue;
 
@@ -22,9 +23,9 @@ pub use queue::{RfcCq, Virtqueue, wait_for};
 pub const BUS: u64 = 1 << 50;
 const MEMORY: usize = 32 << 20;
 const PAGE: u64 = rfc::PAGE;
-/// Bytes of a buffer of an SQ: the longest WQE.
+/// Bytes of a buffer of an SQ: the length of the longest WQE.
 const WQE_ROOM: u32 = size_of::<rfc::SqReq>() as u32 + MAX_INLINE;
-/// Chains of the virtqueues that [`RfcDriver::cq`] and [`RfcDriver::qp`] set up.
+/// Number of chains of the virtqueues that [`RfcDriver::cq`] and [`RfcDriver::qp`] set up.
 pub const CHAINS: u16 = 64;
 
 /// A queue pair.
@@ -47,25 +48,25 @@ pub struct RfcMr {
     pub lkey: u32,
     /// Its remote key.
     pub rkey: u32,
-    /// The address by which requests name its first byte.
+    /// The IOVA of its first byte.
     pub iova: u64,
-    /// Where that byte is in the driver's memory.
+    /// Offset of its first byte in the driver's memory.
     pub offset: usize,
 }
 
 impl RfcMr {
-    /// An SGE of some of its bytes.
+    /// The SGE for `len` bytes from `off` on.
     pub fn sge(&self, off: u64, len: u32) -> rfc::Sge {
         rfc::Sge { addr: (self.iova + off).into(), length: len.into(), lkey: self.lkey.into() }
     }
 
-    /// The remote range that begins at one of its bytes.
+    /// The remote range that begins at `off`.
     pub fn remote(&self, off: u64) -> rfc::Rdma {
         rfc::Rdma { remote_addr: (self.iova + off).into(), rkey: self.rkey.into() }
     }
 }
 
-/// What a QP is to be, other than [`RfcDriver::qp`] makes it.
+/// The CREATE_QP request of [`RfcDriver::qp`], for callers that change it.
 pub fn qp_request(pd: u32, send_cqn: u32, recv_cqn: u32, typ: u8) -> rfc::CreateQp {
     rfc::CreateQp {
         pdn: pd.into(),
@@ -82,7 +83,7 @@ pub fn qp_request(pd: u32, send_cqn: u32, recv_cqn: u32, typ: u8) -> rfc::Create
     }
 }
 
-/// A send WQE that completes.
+/// A signaled send WQE.
 pub fn send(opcode: u32, wr_id: u64) -> rfc::SqReq {
     rfc::SqReq {
         opcode: opcode.into(),
@@ -99,15 +100,15 @@ pub struct RfcDriver {
     memory: MemFd,
     used: usize,
     control: Virtqueue,
-    /// As it was when the driver began.
+    /// The configuration space when the driver started.
     pub config: rfc::Config,
-    /// The GID of its vRNIC that it uses, at index 0 of its table.
+    /// The GID of its vRNIC that the driver put at index 0 of its table.
     pub gid: [u8; 16],
 }
 
 impl RfcDriver {
-    /// Connects to the RFC socket of the vRNIC that has this address: maps the memory, sets the control virtqueue up, and puts
-    /// the GID into its table.
+    /// Connects to the RFC socket of the vRNIC that has this address: maps the memory, sets up the control virtqueue,
+    /// and puts the GID into the device's table.
     ///
     /// # Panics
     /// If any of it fails.
@@ -138,7 +139,7 @@ impl RfcDriver {
         self.memory.fd()
     }
 
-    /// Bus address of fresh memory, of whole pages.
+    /// Allocates memory in whole pages. Returns its bus address.
     ///
     /// # Panics
     /// If there is none left.
@@ -149,28 +150,28 @@ impl RfcDriver {
         BUS + at as u64
     }
 
-    /// A virtqueue in fresh memory, which the device does not know yet.
+    /// A virtqueue in new memory. The device does not know it yet.
     pub fn new_queue(&mut self, index: u32, chains: u16, room: u32) -> Virtqueue {
         new_queue(self.memory.span(), &mut self.used, index, chains, room)
     }
 
-    /// Tells the device of a virtqueue that begins anew.
+    /// Starts a new virtqueue.
     ///
     /// # Errors
-    /// It was refused.
+    /// If the device refuses it.
     pub fn start(&mut self, vq: &Virtqueue) -> io::Result<()> {
         start(&mut self.frontend, vq, 0)
     }
 
-    /// Tells the device of a virtqueue that goes on at `base`.
+    /// Starts a virtqueue at index `base`.
     ///
     /// # Errors
-    /// It was refused.
+    /// If the device refuses it.
     pub fn start_at(&mut self, vq: &Virtqueue, base: u16) -> io::Result<()> {
         start(&mut self.frontend, vq, base)
     }
 
-    /// Stops a virtqueue; where it was.
+    /// Stops a virtqueue. Returns its index.
     ///
     /// # Panics
     /// If the device is gone.
@@ -178,7 +179,7 @@ impl RfcDriver {
         self.frontend.stop_vring(index).expect("GET_VRING_BASE")
     }
 
-    /// Stops the control virtqueue, and starts it again where it was after `meanwhile`: the session pauses.
+    /// Stops the control virtqueue, which pauses the session, calls `meanwhile`, and starts the virtqueue where it was.
     ///
     /// # Panics
     /// If the device is gone.
@@ -188,7 +189,8 @@ impl RfcDriver {
         start(&mut self.frontend, &self.control, base).expect("control virtqueue");
     }
 
-    /// Sends bytes as a control request, with `room` bytes for the response; the response, status first.
+    /// Sends bytes as a control request, with `room` bytes for the response. Returns the response, which begins with
+    /// the status.
     ///
     /// # Panics
     /// If none comes.
@@ -209,7 +211,7 @@ impl RfcDriver {
         v
     }
 
-    /// Publishes any chain on the control virtqueue; how many bytes the device wrote.
+    /// Publishes any chain on the control virtqueue. Returns the number of bytes that the device wrote.
     ///
     /// # Panics
     /// If the chain does not come back.
@@ -218,7 +220,7 @@ impl RfcDriver {
         wait_for("an answer", || self.control.queue.pop_used()).1
     }
 
-    /// Resets the device, and begins anew with the control virtqueue.
+    /// Resets the device, and starts the control virtqueue again.
     ///
     /// # Panics
     /// If that is refused.
@@ -228,10 +230,10 @@ impl RfcDriver {
         start(&mut self.frontend, &self.control, 0).expect("control virtqueue");
     }
 
-    /// Sends a command; the response's data.
+    /// Sends a command. Returns the data of the response.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     ///
     /// # Panics
     /// If the response is too short.
@@ -246,7 +248,7 @@ impl RfcDriver {
     /// ADD_GID.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn add_gid(&mut self, index: u16, gid: [u8; 16]) -> Result<rfc::Nothing, u8> {
         let r = rfc::AddGid { gid, gid_type: rfc::GID_TYPE_ROCE_V2.into(), index: index.into(), port_num: 1.into() };
         self.command(Command::AddGid, &r)
@@ -281,7 +283,7 @@ impl RfcDriver {
         RfcCq { cqn: made.cqn.get(), vq }
     }
 
-    /// Registers fresh memory of so many bytes: an MR of pages in no order.
+    /// Registers `bytes` of new memory, with a page list that is not in order.
     ///
     /// # Panics
     /// If it is refused.
@@ -308,7 +310,7 @@ impl RfcDriver {
         }
     }
 
-    /// Writes the list of the pages from a bus address on; its bus address, and how many pages it names.
+    /// Writes the list of the pages of a range. Returns the list's bus address and its length.
     pub fn page_list(&mut self, start: u64, bytes: usize) -> (u64, u32) {
         let n = bytes.div_ceil(PAGE as usize);
         let list = self.take(8 * n);
@@ -321,7 +323,7 @@ impl RfcDriver {
     /// A new QP, whose virtqueues are set up.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn try_qp(&mut self, r: &rfc::CreateQp) -> Result<RfcQp, u8> {
         let (made, caps) = self.command::<Made>(Command::CreateQp, r).map(|m| (m.qp, m.caps))?;
         let sq = self.new_queue(caps.sq_vq.get(), CHAINS, WQE_ROOM);
@@ -342,7 +344,7 @@ impl RfcDriver {
     /// MODIFY_QP.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn modify(&mut self, qpn: u32, mask: u32, attrs: rfc::QpAttr) -> Result<rfc::Nothing, u8> {
         let r = rfc::ModifyQp { qpn: qpn.into(), attr_mask: mask.into(), attrs };
         self.command(Command::ModifyQp, &r)
@@ -351,7 +353,7 @@ impl RfcDriver {
     /// Moves a QP to a state, without other attributes.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn move_to(&mut self, qpn: u32, state: u8) -> Result<rfc::Nothing, u8> {
         self.modify(qpn, m::STATE, rfc::QpAttr { qp_state: state, ..rfc::QpAttr::default() })
     }
@@ -359,23 +361,23 @@ impl RfcDriver {
     /// QUERY_QP.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn query(&mut self, qpn: u32) -> Result<rfc::QpAttr, u8> {
         self.command(Command::QueryQp, &rfc::QueryQp { qpn: qpn.into(), attr_mask: u32::MAX.into() })
     }
 
-    /// Moves a QP of a reliable or unreliable connection to RTS. Timeouts end after about 16 ms, but receives are waited for.
+    /// Moves an RC or UC QP to RTS. Timeouts end after about 16 ms, but RNR retries never end.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn connect(&mut self, qpn: u32, typ: u8, gid: [u8; 16], peer: u32) -> Result<rfc::Nothing, u8> {
         self.connect_with(qpn, typ, gid, peer, |a| a)
     }
 
-    /// As [`RfcDriver::connect`], with attributes as `change` has them.
+    /// As [`RfcDriver::connect`]. `change` changes the attributes.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn connect_with(
         &mut self,
         qpn: u32,
@@ -412,10 +414,10 @@ impl RfcDriver {
         Ok(rfc::Nothing {})
     }
 
-    /// Moves a datagram QP to RTS.
+    /// Moves a UD QP to RTS.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn open_datagrams(&mut self, qpn: u32, qkey: u32) -> Result<rfc::Nothing, u8> {
         let a = rfc::QpAttr { port_num: 1, qkey: qkey.into(), ..rfc::QpAttr::default() };
         let steps = [(1, m::PKEY_INDEX | m::PORT | m::QKEY), (2, 0), (3, m::SQ_PSN)];
@@ -425,10 +427,10 @@ impl RfcDriver {
         Ok(rfc::Nothing {})
     }
 
-    /// DESTROY_QP; the driver resets both virtqueues.
+    /// Sends DESTROY_QP, then resets both virtqueues.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn destroy_qp(&mut self, qp: &RfcQp) -> Result<(), u8> {
         self.command::<rfc::Nothing>(Command::DestroyQp, &rfc::Handle { handle: qp.qpn.into() })?;
         self.stop(qp.sq.index);
@@ -436,17 +438,17 @@ impl RfcDriver {
         Ok(())
     }
 
-    /// DESTROY_CQ; the driver resets its virtqueue.
+    /// Sends DESTROY_CQ, then resets its virtqueue.
     ///
     /// # Errors
-    /// The status.
+    /// The status of the response, if the command fails.
     pub fn destroy_cq(&mut self, cq: &RfcCq) -> Result<(), u8> {
         self.command::<rfc::Nothing>(Command::DestroyCq, &rfc::Handle { handle: cq.cqn.into() })?;
         self.stop(cq.vq.index);
         Ok(())
     }
 
-    /// Bytes of an MR.
+    /// Reads bytes of an MR.
     pub fn read(&self, mr: &RfcMr, off: usize, len: usize) -> Vec<u8> {
         let mut v = vec![0; len];
         self.memory.span().read(mr.offset + off, &mut v);
@@ -494,7 +496,7 @@ impl RfcQp {
         assert!(self.rq.post(&[r.as_bytes(), sges.as_bytes()].concat()), "the receive queue is full");
     }
 
-    /// What a datagram to a QP needs.
+    /// Destination of datagrams to QP `qpn` of the vRNIC with this GID.
     pub fn to(&self, gid: [u8; 16], qpn: u32, qkey: u32) -> rfc::Ud {
         let av = rfc::Av { port: 1.into(), pdn: self.pd.into(), dgid: gid, hop_limit: 64, ..rfc::Av::default() };
         rfc::Ud { remote_qpn: qpn.into(), remote_qkey: qkey.into(), av }

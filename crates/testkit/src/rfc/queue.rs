@@ -11,7 +11,7 @@ use zerocopy::FromBytes;
 
 use super::{BUS, PAGE};
 
-/// How long anything may take on a machine with much else to do.
+/// Longest time to wait for an answer: the machine may be busy with other work.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Bytes of a completion.
 pub(super) const CQE_ROOM: u32 = size_of::<rfc::Cqe>() as u32;
@@ -22,7 +22,7 @@ fn event() -> OwnedFd {
 
 /// A virtqueue with a buffer for each of its chains.
 pub struct Virtqueue {
-    /// Its number.
+    /// Index of the virtqueue.
     pub index: u32,
     /// The driver's half.
     pub queue: DriverQueue,
@@ -46,12 +46,12 @@ impl Virtqueue {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// True if the device has called since this was asked last.
+    /// True if the device has called since the last call of this function.
     pub fn was_called(&self) -> bool {
         rustix::io::read(&self.call, &mut [0; 8]).is_ok()
     }
 
-    /// Takes chains back that the device has used; how many bytes it wrote into each.
+    /// Takes back the chains that the device has used. Returns the number of bytes that it wrote into each.
     pub fn reclaim(&mut self) -> Vec<u32> {
         let mut lens = Vec::new();
         while let Some((head, len)) = self.queue.pop_used() {
@@ -61,12 +61,12 @@ impl Virtqueue {
         lens
     }
 
-    /// Chains that the device has not.
+    /// Number of chains that the device does not have.
     pub fn free(&self) -> usize {
         self.free.len()
     }
 
-    /// Publishes bytes as one descriptor that the device reads; false if all chains are the device's.
+    /// Publishes bytes as one descriptor that the device reads. False if the device has all chains.
     pub fn post(&mut self, bytes: &[u8]) -> bool {
         self.reclaim();
         let Some(head) = self.free.pop() else { return false };
@@ -83,7 +83,7 @@ impl Virtqueue {
         }
     }
 
-    /// Takes a chain for a caller who publishes it.
+    /// Takes a free chain, which the caller publishes.
     pub fn take_free(&mut self) -> Option<u16> {
         self.free.pop()
     }
@@ -99,21 +99,21 @@ impl Virtqueue {
 
 /// A completion queue.
 pub struct RfcCq {
-    /// What the device calls it.
+    /// Number of the CQ.
     pub cqn: u32,
     /// Its virtqueue.
     pub vq: Virtqueue,
 }
 
 impl RfcCq {
-    /// The next completion, if there is one. Its buffer goes back to the device.
+    /// Takes the next completion, if there is one, and returns its buffer to the device.
     pub fn poll(&mut self) -> Option<rfc::Cqe> {
         let cqe = self.take()?;
         self.vq.fill(CQE_ROOM);
         Some(cqe)
     }
 
-    /// As [`RfcCq::poll`], but its buffer stays with the driver.
+    /// As [`RfcCq::poll`], but keeps the buffer.
     pub fn take(&mut self) -> Option<rfc::Cqe> {
         let (head, len) = self.vq.queue.pop_used()?;
         assert_eq!(len, CQE_ROOM, "a completion has {CQE_ROOM} bytes");
@@ -131,10 +131,10 @@ impl RfcCq {
         wait_for("a completion", || self.poll())
     }
 
-    /// Waits a moment, in which no completion may come.
+    /// Waits a moment and checks that no completion arrives.
     ///
     /// # Panics
-    /// If one does.
+    /// If a completion arrives.
     pub fn stays_empty(&mut self) {
         std::thread::sleep(Duration::from_millis(20));
         let got = self.poll();
@@ -157,7 +157,7 @@ pub fn wait_for<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A virtqueue of `chains` chains with `room` bytes each, at offset `used` of the memory, which moves on.
+/// A virtqueue of `chains` chains with `room` bytes each, at offset `used` of the memory. Advances `used`.
 pub(super) fn new_queue(memory: &Span, used: &mut usize, index: u32, chains: u16, room: u32) -> Virtqueue {
     let rings = DriverQueue::bytes(chains).next_multiple_of(PAGE as usize);
     let buffers = (usize::from(chains) * room as usize).next_multiple_of(PAGE as usize);

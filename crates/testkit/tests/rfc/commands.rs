@@ -1,4 +1,4 @@
-//! States of QPs, and virtqueues that come and go with their objects: R22, R23, R31 to R33, R37, R38, R41.
+//! States of QPs, and virtqueues that exist as long as their objects: R22, R23, R31 to R33, R37, R38, R41.
 
 use unirdma_abi::rfc::{self, opcode as op};
 use unirdma_abi::{Command, Status};
@@ -45,7 +45,7 @@ fn r22_r23_r41_attributes_are_those_that_were_set() {
     let q = s.d.query(s.qp.qpn).unwrap();
     let expected = rfc::QpAttr { qp_state: RTS, cur_qp_state: RTS, cap: q.cap, ..a };
     assert_eq!(q, expected);
-    // What the queues really hold (R84p).
+    // The real capacities of the queues (R84p).
     assert_eq!((q.cap.max_send_wr.get(), q.cap.max_recv_wr.get(), q.cap.max_send_sge.get()), (1024, 1024, 4));
     assert!(q.cap.max_inline_data.get() >= 128);
     s.d.modify(s.qp.qpn, m::STATE | m::RATE_LIMIT, rfc::QpAttr { qp_state: RTS, rate_limit: 900.into(), ..a }).unwrap();
@@ -205,7 +205,8 @@ fn r33_the_virtqueue_of_a_destroyed_cq_is_reset_and_serves_the_next() {
 #[test]
 fn r37_sends_wait_until_their_virtqueue_is_there() {
     let (_host, mut a, mut b) = pair(RC);
-    // As a machine that stops and goes on: the virtqueue keeps its place, and what was posted meanwhile is done.
+    // Stops and restarts the SQ as a VMM does: the virtqueue keeps its index, and requests that were posted meanwhile
+    // are executed.
     let base = a.d.stop(a.qp.sq.index);
     let remote = b.mr.remote(0);
     a.rdma(op::RDMA_WRITE, 5, (0, 8), remote);
@@ -215,7 +216,7 @@ fn r37_sends_wait_until_their_virtqueue_is_there() {
     a.rdma(op::RDMA_WRITE, 6, (0, 8), remote);
     assert_eq!(a.cq.wait().wr_id.get(), 6);
     b.cq.stays_empty();
-    // It may be stopped while the device looks at it by itself: afterwards the driver kicks again.
+    // The SQ may be stopped while the device polls it. The driver kicks again afterwards.
     for i in 0..200 {
         a.rdma(op::RDMA_WRITE, i, (0, 8), remote);
         assert_eq!(a.cq.wait().wr_id.get(), i);
@@ -230,7 +231,7 @@ fn r37_sends_wait_until_their_virtqueue_is_there() {
 fn r37_r38_chains_in_flight_outlive_a_stop_but_not_a_reset() {
     let (_host, mut a, mut b) = pair(RC);
     a.receive(1, 0, 64);
-    // It is taken, and stays the device's.
+    // The device has taken the receive and keeps it.
     b.cq.stays_empty();
     let base = a.d.stop(a.qp.rq.index);
     assert_eq!(base, 1);
@@ -238,7 +239,7 @@ fn r37_r38_chains_in_flight_outlive_a_stop_but_not_a_reset() {
     b.send(op::SEND, 2, 0, 8);
     assert_eq!((a.cq.wait().wr_id.get(), b.cq.wait().status), (1, wc::SUCCESS));
     assert_eq!(a.qp.rq.reclaim(), [0]);
-    // A virtqueue that begins anew knows nothing of the chains before.
+    // A new virtqueue has none of the earlier chains.
     a.receive(3, 0, 64);
     b.cq.stays_empty();
     a.d.stop(a.qp.rq.index);

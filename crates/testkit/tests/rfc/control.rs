@@ -15,7 +15,7 @@ type Done = Result<Nothing, u8>;
 const BAD_HANDLE: Done = Err(Status::BadHandle as u8);
 const BAD_VALUE: Done = Err(Status::BadValue as u8);
 
-/// Two sessions of one vRNIC, of which the second may not touch what the first has.
+/// Two sessions of one vRNIC. The second one must not reach the objects of the first.
 fn sessions(f: impl FnOnce(&mut AddVrnic)) -> (TestHost, Side, RfcDriver) {
     let host = TestHost::start();
     let socket = host.add_with("a", IP[0], f).with_file_name("rfc.sock");
@@ -28,7 +28,7 @@ fn handle(handle: u32) -> rfc::Handle {
     rfc::Handle { handle: handle.into() }
 }
 
-/// Only whether a command was done.
+/// Sends a command and returns only its status.
 fn tried(d: &mut RfcDriver, c: Command, r: &(impl IntoBytes + Immutable)) -> Done {
     match d.request(&[&[c as u8], r.as_bytes()].concat(), 512)[0] {
         0 => Ok(Nothing {}),
@@ -56,7 +56,7 @@ fn r12_r30_create_cq_returns_the_virtqueue_that_is_free() {
     assert_eq!(cqs.iter().map(|c| c.cqn).collect::<Vec<u32>>(), [1, 2, 3]);
     d.destroy_cq(&cqs[1]).unwrap();
     assert_eq!([d.cq(16).cqn, d.cq(16).cqn], [2, 4]);
-    // Who has room hears what it became (R84p).
+    // If the response has room for it, the device returns the real capacity (R84p).
     let answer = d.request(&[&[Command::CreateCq as u8][..], &100u32.to_le_bytes()].concat(), 9);
     assert_eq!(answer[5..], 128u32.to_le_bytes());
     for cqe in [0, 4097, u32::MAX] {
@@ -68,7 +68,7 @@ fn r12_r30_create_cq_returns_the_virtqueue_that_is_free() {
 fn r12_r14_r19_r21_what_a_vrnic_may_not_have_is_refused() {
     let (_host, mut s, mut other) = sessions(|v| (v.max_cq, v.max_qp, v.max_mr) = (Some(2), Some(2), Some(2)));
     let exhausted: Done = Err(Status::Exhausted as u8);
-    // Both sessions have one account.
+    // Both sessions share the quota of the vRNIC.
     let cq = other.cq(16);
     assert_eq!(tried(&mut s.d, Command::CreateCq, &rfc::CreateCq { cqe: 16.into() }), exhausted);
     let pd = other.pd();
@@ -91,7 +91,7 @@ fn r12_r14_r19_r21_what_a_vrnic_may_not_have_is_refused() {
     let max = s.d.config.max_pd.get();
     let refused = (0..=max).find_map(|_| tried(&mut s.d, Command::CreatePd, &Nothing {}).err());
     assert_eq!(refused, Some(Status::Exhausted as u8));
-    // The quota is free again with the session.
+    // The quota is available again after the session ends.
     drop(other);
     let again = || s.d.request(&[&[Command::CreateCq as u8][..], &16u32.to_le_bytes()].concat(), 5);
     let mut again = again;
@@ -141,7 +141,8 @@ fn r16_r46_get_dma_mr() {
     assert_eq!(made.lkey, made.rkey);
     assert_eq!(tried(&mut other, Command::GetDmaMr, &get(s.pd, 15)), BAD_HANDLE);
     assert_eq!(tried(&mut s.d, Command::GetDmaMr, &get(s.pd ^ 1, 15)), BAD_HANDLE);
-    // ZERO_BASED, HUGETLB and RELAXED_ORDERING are taken. Remote stores need LOCAL_WRITE. ON_DEMAND and what nobody knows are not.
+    // ZERO_BASED, HUGETLB and RELAXED_ORDERING are accepted. Remote stores need LOCAL_WRITE. ON_DEMAND and unknown
+    // flags are refused.
     for (flags, done) in [(1 << 5, true), (1 << 7, true), (1 << 20, true), (2, false), (8, false), (1 << 6, false)] {
         assert_eq!(tried(&mut s.d, Command::GetDmaMr, &get(s.pd, flags)).is_ok(), done, "{flags:#x}");
     }
@@ -175,7 +176,7 @@ fn r19_r35_register_user_mr() {
     };
     let mut reg = |r: rfc::RegUserMr| tried(&mut s.d, Command::RegUserMr, &r);
     assert!(reg(good).is_ok());
-    // R35: as many pages as the range lies in.
+    // R35: the list must have exactly the pages that the range covers.
     for n in [0, 1, 2, 4, u32::MAX] {
         assert_eq!(reg(rfc::RegUserMr { npages: n.into(), ..good }), BAD_VALUE, "{n} pages");
     }
@@ -215,7 +216,7 @@ fn r21_r36_r40_create_qp() {
     for (i, qp) in made.iter().enumerate() {
         assert_eq!((qp.sq.index, qp.rq.index), (130 + 2 * i as u32, 131 + 2 * i as u32), "a pair");
     }
-    // The QP of the general services is there once.
+    // There is only one GSI QP.
     let gsi = rfc::CreateQp { qp_type: rfc::qp_type::GSI, ..r };
     assert!(tried(&mut s.d, Command::CreateQp, &gsi).is_ok());
     assert_eq!(tried(&mut s.d, Command::CreateQp, &gsi), Err(Status::Exhausted as u8));
@@ -292,7 +293,7 @@ fn r26_r27_gids_are_those_that_were_granted() {
     assert_eq!(tried(&mut other, Command::DelGid, &del(31, 1)), BAD_HANDLE, "each session has its own table");
     assert!(tried(&mut s.d, Command::DelGid, &del(31, 1)).is_ok());
     assert!(tried(&mut s.d, Command::DelGid, &del(0, 1)).is_ok());
-    // A GID that is in the table no more is nobody's source.
+    // A GID that was removed from the table cannot be a source.
     assert_eq!(s.d.connect(s.qp.qpn, RC, gid, 5), BAD_VALUE);
     s.d.add_gid(0, gid).unwrap();
     s.d.move_to(s.qp.qpn, 0).unwrap();
@@ -314,7 +315,7 @@ fn r28_request_notify_cq_of_bad_handles_and_flags() {
 #[test]
 fn r11_to_r28_requests_and_responses_have_exact_lengths() {
     let (_host, mut d) = one();
-    // Bytes of each command's request data, and of its response data.
+    // Lengths of each command's request and response data.
     let sizes = [
         (1, 1, 161),
         (2, 4, 4),

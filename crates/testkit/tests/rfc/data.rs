@@ -10,7 +10,7 @@ use crate::world::{ALL_ACCESS, QKEY, RC, RTS, Side, UC, UD, one, pair, wc};
 
 const ERR: u8 = 6;
 
-/// A send whose union holds an atomic.
+/// A send WQE with an atomic in its union.
 fn atomic(opcode: u32, wr_id: u64, part: Atomic) -> SqReq {
     let mut r = send(opcode, wr_id);
     r.set_part(&part);
@@ -30,7 +30,7 @@ fn r50_r52_a_send_is_gathered_sent_and_completed_after_its_ack() {
     assert_eq!((c.wr_id.get(), c.status, c.opcode, c.byte_len.get()), (70, wc::SUCCESS, op::RECV, 24));
     assert_eq!((c.qp_num.get(), c.wc_flags.get(), c.port_num), (b.qp.qpn, 0, 1));
     assert_eq!(b.bytes(0, 24), b"gathered from two places");
-    // Without a receive there is no ACK, and no completion but that of the last retry.
+    // Without a receive there is no ACK. The only completion comes after the last retry.
     for s in [&mut a, &mut b] {
         s.d.move_to(s.qp.qpn, 0).unwrap();
     }
@@ -79,11 +79,11 @@ fn r50_r52_a_datagram_goes_where_its_wqe_says_and_completes_when_it_is_sent() {
     assert_eq!((c.byte_len.get(), c.wc_flags.get(), c.src_qp.get()), (48, wc_flags::GRH, a.qp.qpn));
     assert_eq!(b.bytes(40, 8), b"datagram", "40 bytes of header come first (R84l)");
     assert_eq!(a.cq.wait().status, wc::SUCCESS);
-    // Nobody answers: it completes nevertheless.
+    // The destination QP does not exist; the send completes nevertheless.
     r.set_part(&a.qp.to(b.d.gid, 0x123, QKEY));
     a.qp.send(r, &[a.mr.sge(0, 8)]);
     assert_eq!(a.cq.wait().status, wc::SUCCESS);
-    // Another Q_Key is not let in.
+    // A datagram with another Q_Key is dropped.
     b.receive(3, 0, 256);
     r.set_part(&a.qp.to(b.d.gid, b.qp.qpn, QKEY + 1));
     a.qp.send(r, &[a.mr.sge(0, 8)]);
@@ -105,7 +105,7 @@ fn r50_an_address_vector_of_another_pd_port_or_gid_is_refused() {
         a.qp.send(r, &[a.mr.sge(0, 8)]);
         let c = a.cq.wait();
         assert_eq!((c.wr_id.get(), c.status), (9, wc::LOC_QP_OP_ERR));
-        // A datagram QP is in SQE then, and goes on.
+        // A UD QP is in SQE now, and can go on.
         a.d.move_to(a.qp.qpn, RTS).unwrap();
     }
 }
@@ -119,7 +119,7 @@ fn r51_r53_receiver_validates_lkey_fills_and_completes() {
     a.send(op::SEND, 1, 0, 9);
     assert_eq!((a.cq.wait().status, b.cq.wait().byte_len.get()), (wc::SUCCESS, 9));
     assert_eq!((b.bytes(0, 4), b.bytes(100, 5)), (b"scat".to_vec(), b"tered".to_vec()));
-    // A key that is not the driver's: nothing is written, and the sender hears of it.
+    // A key that the driver does not have: nothing is written, and the sender gets an error.
     let mut sge = b.mr.sge(200, 64);
     sge.lkey = (b.mr.lkey ^ 0x5555).into();
     b.qp.receive(2, &[sge]);
@@ -142,7 +142,7 @@ fn r53_a_receive_that_is_too_small_fails_at_both_ends() {
 fn r52_a_sender_whose_lkey_is_wrong_sends_nothing() {
     let (_host, mut a, mut b) = pair(RC);
     b.receive(1, 0, 64);
-    // Each is one key, one MR of another PD, or one byte too far.
+    // Each case has one fault: an invalid key, an MR of another PD, or one byte too many.
     let other_pd = a.d.pd();
     let other = a.d.mr(other_pd, 4096, ALL_ACCESS);
     let mut wrong = a.mr.sge(0, 8);
@@ -289,7 +289,7 @@ fn r60_r61_r62_r63_without_mem_mgt_extensions_invalidation_and_registration_are_
         }
         crate::world::connect(&mut a, &mut b, RC);
     }
-    // The MR grants what it did.
+    // The MR still grants the same access.
     let remote = b.mr.remote(0);
     a.rdma(op::RDMA_READ, 7, (0, 8), remote);
     assert_eq!(a.cq.wait().status, wc::SUCCESS);
@@ -314,7 +314,7 @@ fn r39_a_list_that_is_not_as_long_as_num_sge_says_is_refused() {
         }
         crate::world::connect(&mut a, &mut b, RC);
     }
-    // A receive is looked at when a message comes for it.
+    // The device checks a receive only when a message comes for it.
     let head = unirdma_abi::rfc::RqReq { num_sge: 2.into(), wr_id: 12.into() };
     assert!(b.qp.rq.post(&[head.as_bytes(), b.mr.sge(0, 8).as_bytes()].concat()));
     a.send(op::SEND, 13, 0, 8);
@@ -326,7 +326,7 @@ fn r39_a_list_that_is_not_as_long_as_num_sge_says_is_refused() {
 #[test]
 fn r42_unknown_opcodes_and_r43_unknown_flags_are_refused() {
     let (_host, mut a, mut b) = pair(RC);
-    // Those that the native mode knows, and those of nobody.
+    // Opcodes that only the native mode knows, and unknown ones.
     let opcodes = [8, 14, 15, 0xff, 0x102].map(|o| send(o, 1));
     let flags = [send_flags::IP_CSUM, 1 << 5, 1 << 30, 1 << 31];
     let flagged = flags.map(|f| SqReq { send_flags: f.into(), ..send(op::SEND, 1) });
@@ -363,7 +363,7 @@ fn r43_a_fenced_send_waits_for_the_reads_before_it() {
         b.receive(1, 20_000, 8192);
         let remote = b.mr.remote(0);
         a.rdma(op::RDMA_READ, 1, (0, 8192), remote);
-        // It sends what the READ has brought.
+        // It sends the data that the READ has brought.
         let r = SqReq { send_flags: (send_flags::FENCE | send_flags::SIGNALED).into(), ..send(op::SEND, 2) };
         a.qp.send(r, &[a.mr.sge(0, 8192)]);
         assert_eq!([a.cq.wait(), a.cq.wait()].map(|c| (c.wr_id.get(), c.status)), [(1, 0), (2, 0)]);
@@ -378,7 +378,7 @@ fn r43_unsignaled_sends_leave_no_completion_and_their_chains_come_back() {
     let remote = b.mr.remote(0);
     let mut r = SqReq { send_flags: 0.into(), ..send(op::RDMA_WRITE, 1) };
     r.set_part(&remote);
-    // Many more than the send queue and the completion queue hold.
+    // Many more requests than the send queue and the completion queue hold.
     for round in 0..20 {
         for _ in 0..31 {
             a.qp.send(r, &[a.mr.sge(0, 8)]);
@@ -432,13 +432,13 @@ fn r41_r44_work_that_waits_is_flushed_in_err() {
         let c = b.cq.wait();
         assert_eq!((c.wr_id.get(), c.status, c.opcode), (i, wc::WR_FLUSH_ERR, op::RECV));
     }
-    // What is posted afterwards is flushed too, sends before receives.
+    // Later requests are flushed too, sends before receives.
     for i in 0..3 {
         b.send(op::SEND, 10 + i, 0, 8);
         let c = b.cq.wait();
         assert_eq!((c.wr_id.get(), c.status, c.opcode), (10 + i, wc::WR_FLUSH_ERR, op::SEND as u8));
     }
-    // The first one fails for what it is, those behind it are flushed.
+    // The first request fails by its own fault, the others are flushed.
     let remote = unirdma_abi::rfc::Rdma { rkey: 1.into(), ..b.mr.remote(0) };
     a.rdma(op::RDMA_WRITE, 1, (0, 8), remote);
     a.send(op::SEND, 2, 0, 8);
@@ -472,7 +472,7 @@ fn r19_pages_lie_anywhere_and_are_one_range_to_verbs() {
     let (_host, mut d) = one();
     let pd = d.pd();
     let start = d.take(8 * 4096);
-    // Pages 5, 0, 3, of which the range takes a part of the first and of the last.
+    // Pages 5, 0, 3. The range covers a part of the first and of the last.
     let list = d.take(4096);
     for (i, page) in [5u64, 0, 3].into_iter().enumerate() {
         d.memory().write((list - unirdma_testkit::rfc::BUS) as usize + 8 * i, &(start + 4096 * page).to_le_bytes());
@@ -488,7 +488,7 @@ fn r19_pages_lie_anywhere_and_are_one_range_to_verbs() {
     };
     let made: unirdma_abi::rfc::MrCreated = d.command(unirdma_abi::Command::RegUserMr, &r).unwrap();
     let mut s = Side::new(d, RC);
-    // Its own QPs, which are connected with each other.
+    // Two QPs of the same driver, connected with each other.
     let mut other = s.d.qp(pd, &s.cq, RC);
     let mine = s.d.qp(pd, &s.cq, RC);
     let gid = s.d.gid;
@@ -527,7 +527,7 @@ fn a_driver_of_this_mode_and_a_native_program_talk_to_each_other() {
     a.send(op::SEND, 1, 0, 15);
     assert_eq!((a.cq.wait().status, native.wait().unwrap().byte_len), (wc::SUCCESS, 15));
     assert_eq!((0..15).map(|i| native.byte(i)).collect::<Vec<u8>>(), b"to a native one");
-    // And back, by a READ of what came.
+    // And back, by a READ of the data that arrived.
     let remote =
         unirdma_abi::rfc::Rdma { remote_addr: (native.buf.as_ptr() as u64).into(), rkey: native.mr.key.into() };
     a.rdma(op::RDMA_READ, 2, (1000, 15), remote);

@@ -1,4 +1,4 @@
-//! The device, its configuration space, and how a driver begins: R01 to R10.
+//! The device, its configuration space, and its initialization: R01 to R10.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -56,7 +56,7 @@ fn r02_the_device_has_no_feature_bits_of_its_own() {
     let mut answer = [0; 20];
     s.read_exact(&mut answer).unwrap();
     let features = u64::from_le_bytes(answer[12..].try_into().unwrap());
-    // Bits 0 to 23 and from 50 on are those of a kind of device (virtio 1.3, section 2.2).
+    // Bits 0 to 23 and 50 and up are for device types (virtio 1.3, section 2.2).
     assert_eq!(features & (0xff_ffff | !0 << 50), 0, "{features:#x}");
     assert_ne!(features & 1 << 40, 0, "virtqueues can be reset");
 }
@@ -117,7 +117,7 @@ fn r09_all_virtqueues_may_be_set_up_before_there_is_an_object() {
     }
     let pd = a.pd();
     let made: rfc::CqCreated = a.command(Command::CreateCq, &rfc::CreateCq { cqe: 8.into() }).unwrap();
-    // The send is posted, and kicked for, before its QP is there.
+    // The send is posted, and the queue kicked, before its QP exists.
     let mr = a.mr(pd, 4096, 15);
     let mut r = send(rfc::opcode::RDMA_WRITE, 3);
     r.num_sge = 1.into();
@@ -159,7 +159,7 @@ fn r10_a_request_is_a_command_and_data_and_a_response_a_status_and_data() {
     assert_eq!(d.request(&[], 64), [Status::BadLength as u8]);
     assert_eq!(d.request(&[0; 2000], 64), [Status::BadLength as u8]);
     assert!(d.request(&[Command::CreatePd as u8], 0).is_empty());
-    // The parts may be cut anywhere (virtio 1.3, section 2.6.4).
+    // The descriptor boundaries may lie anywhere (virtio 1.3, section 2.6.4).
     let at = d.take(4096);
     d.memory().write((at - unirdma_testkit::rfc::BUS) as usize, &[Command::QueryPkey as u8, 1, 0, 0, 0, 0, 0]);
     let part = |off, len, write| Segment { addr: at + off, len, write };

@@ -1,4 +1,4 @@
-//! What a bad driver does costs itself only, and a session of this mode obeys what holds for all sessions.
+//! A hostile driver harms only itself, and a session of this mode obeys the limits of all sessions.
 
 use unirdma_abi::rfc::{self, opcode as op};
 use unirdma_host::admin::{Request, Response};
@@ -14,7 +14,7 @@ fn evil(s: &Scene) -> Side {
     Side::new(RfcDriver::new(&socket, "10.0.0.3"), RC)
 }
 
-/// Connects two QPs of a driver with each other, its own and another one.
+/// Connects the QP of a driver with another QP of the same driver.
 fn alone(s: &mut Side) -> unirdma_testkit::rfc::RfcQp {
     let other = s.d.qp(s.pd, &s.cq, RC);
     let gid = s.d.gid;
@@ -28,7 +28,7 @@ fn bad_chains_in_a_send_queue_fail_one_by_one() {
     let scene = Scene::start();
     let mut s = evil(&scene);
     let chains: [&[Segment]; 5] = [
-        // Outside of the memory, around its end, around the address space, a part that the device could write, nothing.
+        // Outside memory, across its end, across the end of the address space, with a writable part, and empty.
         &[Segment { addr: 4096, len: 75, write: false }],
         &[Segment { addr: BUS + (32 << 20) - 8, len: 75, write: false }],
         &[Segment { addr: u64::MAX - 8, len: 75, write: false }],
@@ -102,7 +102,7 @@ fn a_driver_that_posts_more_than_there_is_room_for_is_served_as_room_comes() {
     for _ in 0..2000 {
         a.qp.sq.reclaim();
         if !a.qp.sq.post(zerocopy::IntoBytes::as_bytes(&r)) {
-            // Without a completion, chains come back when the driver kicks.
+            // Without completions, chains come back when the driver kicks.
             a.qp.sq.kick();
             std::thread::yield_now();
         }
@@ -128,7 +128,7 @@ fn a_session_that_pauses_does_nothing_and_goes_on() {
         std::thread::sleep(std::time::Duration::from_millis(5));
         assert_eq!(d.read(&mr, 0, 8), [0; 8]);
     });
-    // Its peer has tried often enough meanwhile, or not.
+    // The peer may have used up its retries meanwhile.
     if a.cq.wait().status != wc::SUCCESS {
         for s in [&mut a, &mut b] {
             s.d.move_to(s.qp.qpn, 0).unwrap();
@@ -163,7 +163,7 @@ fn a_vrnic_has_as_many_sessions_of_both_modes_as_it_may() {
     let socket = host.add_with("a", IP[0], |v| v.max_sessions = Some(1)).with_file_name("rfc.sock");
     let d = RfcDriver::new(&socket, IP[0]);
     let mut second = unirdma_link::Frontend::connect(&socket).unwrap();
-    // It may look.
+    // It may read the configuration space.
     let config = second.config(128).unwrap();
     assert_eq!(config, zerocopy::IntoBytes::as_bytes(&d.config));
     let refused = second.open_channel(0).unwrap_err();
@@ -220,7 +220,7 @@ fn random_commands_and_elements_end_no_session_but_their_own() {
         let len = (random() % 150) as usize;
         let mut bytes: Vec<u8> = (0..=len).map(|_| random() as u8).collect();
         bytes[0] = (random() % 20) as u8;
-        // Handles that exist, now and then.
+        // Uses existing handles now and then.
         if bytes.len() > 8 && random() % 2 == 0 {
             let known = [s.qp.qpn, s.pd, s.cq.cqn, s.mr.mrn][(random() % 4) as usize];
             bytes[1..5].copy_from_slice(&known.to_le_bytes());

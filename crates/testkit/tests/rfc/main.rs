@@ -1,4 +1,4 @@
-//! Conformance of the RFC mode: every MUST and SHOULD of R01 to R63, each in a test that has its number.
+//! Conformance of the RFC mode: each MUST and SHOULD of R01 to R63 has a test with its number.
 #![allow(missing_docs)]
 
 mod commands;

@@ -1,4 +1,4 @@
-//! Notification and overflow of completion queues: R28, R45, and what R84b leaves open.
+//! Notification and overflow of completion queues: R28, R45, and the cases that R84b leaves open.
 
 use unirdma_abi::rfc::{self, Nothing, opcode as op, send_flags};
 use unirdma_abi::{Command, NOTIFY_NEXT, NOTIFY_SOLICITED};
@@ -62,7 +62,7 @@ fn r45_solicited_waits_for_a_solicited_completion_or_an_error() {
 #[test]
 fn r28_a_driver_that_asks_looks_and_sleeps_misses_nothing() {
     let (_host, mut a, mut b) = pair(RC);
-    // Completions come at any moment between the look and the call.
+    // Completions come at any moment between the poll and the arming.
     let n = 300;
     let mut got = 0;
     for i in 0..n {
@@ -111,7 +111,7 @@ fn r44_many_completions_that_waited_for_buffers_come_in_order() {
     a.qp = a.d.qp(a.pd, &cq, RC);
     connect(&mut a, &mut b, RC);
     for i in 0..200 {
-        // Chains come back although no completion can be told.
+        // Chains come back although no completion can be reported.
         wait_for("a free chain", || {
             a.qp.sq.kick();
             a.qp.sq.reclaim();
@@ -153,7 +153,7 @@ fn r44_completions_beyond_those_that_a_cq_holds_lose_it_and_its_qps() {
     let kept: Vec<u64> = (0..4).map(|_| cq.wait().wr_id.get()).collect();
     assert_eq!(kept, [0, 1, 2, 3]);
     cq.stays_empty();
-    // Another CQ of the session is as it was.
+    // Another CQ of the session is unaffected.
     a.qp = a.d.qp(a.pd, &a.cq, RC);
     b.d.move_to(b.qp.qpn, 0).unwrap();
     connect(&mut a, &mut b, RC);

@@ -1,4 +1,4 @@
-//! What the tests begin with: a virtual layer, and drivers on it.
+//! The fixture of the tests: a virtual layer, and drivers on it.
 
 use unirdma_abi::rfc;
 use unirdma_testkit::TestHost;
@@ -10,7 +10,7 @@ pub const UC: u8 = rfc::qp_type::UC;
 pub const UD: u8 = rfc::qp_type::UD;
 pub const IP: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 pub const QKEY: u32 = 0x1234;
-/// State of a QP that sends and receives.
+/// `IBV_QPS_RTS`.
 pub const RTS: u8 = 3;
 
 /// A driver with one object of each kind.
@@ -31,12 +31,12 @@ impl Side {
         Side { d, pd, cq, qp, mr }
     }
 
-    /// A send WQE that completes, with this range of the MR.
+    /// Posts a signaled send WQE with this range of the MR.
     pub fn send(&mut self, opcode: u32, wr_id: u64, off: u64, len: u32) {
         self.qp.send(send(opcode, wr_id), &[self.mr.sge(off, len)]);
     }
 
-    /// A send WQE with a remote range.
+    /// Posts a signaled send WQE with a remote range.
     pub fn rdma(&mut self, opcode: u32, wr_id: u64, local: (u64, u32), remote: rfc::Rdma) {
         let mut r = send(opcode, wr_id);
         r.set_part(&remote);
@@ -47,8 +47,9 @@ impl Side {
         self.qp.receive(wr_id, &[self.mr.sge(off, len)]);
     }
 
-    /// Waits until the device has taken the receives that were posted to a QP in RTS, which it does before it answers a command that
-    /// changes the QP. A datagram waits for them for 10 ms only, and the thread that takes them may get no core for longer.
+    /// Waits until the device has taken the receives that were posted to a QP in RTS. It takes them before it answers a
+    /// command that changes the QP. A datagram waits for a receive for 10 ms only, and the thread that takes them may
+    /// get no core for longer.
     pub fn receives_are_taken(&mut self) {
         self.d.move_to(self.qp.qpn, RTS).unwrap();
     }
@@ -73,7 +74,7 @@ pub fn one() -> (TestHost, RfcDriver) {
     (host, d)
 }
 
-/// Two drivers, on a vRNIC each.
+/// Two drivers, each on its own vRNIC.
 pub fn two() -> (TestHost, [RfcDriver; 2]) {
     let host = TestHost::start();
     let drivers = [0, 1].map(|i| RfcDriver::new(&host.add_rfc(["a", "b"][i], IP[i]), IP[i]));
