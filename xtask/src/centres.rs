@@ -1,4 +1,5 @@
-//! Several control centres on one etcd: what is killed and stopped while vRNICs are made, and what is found afterwards.
+//! Several control centres on one etcd: processes are killed and stopped while vRNICs are created, and the result is
+//! checked.
 
 mod etcd;
 mod moved;
@@ -18,12 +19,12 @@ use crate::lab::{self, Lab, Output, require};
 pub(crate) use etcd::Etcd;
 pub(crate) use moved::run as move_to_etcd;
 
-/// How long a centre may take to be elected, and everything to be as it was.
+/// Longest time for the election of a centre, and for recovery.
 const RECOVERY: Duration = Duration::from_secs(30);
-/// Calls at a time.
+/// Number of concurrent calls.
 const CALLERS: usize = 6;
 
-/// A process of this module's own. It ends with this value.
+/// A process that this module started. Dropping this value kills it.
 struct Process(Child);
 
 impl Process {
@@ -42,10 +43,10 @@ impl Drop for Process {
     }
 }
 
-/// Ports of this machine at which nobody listens.
+/// Free ports of this machine.
 fn free_ports(n: usize) -> Result<Vec<u16>> {
     let open = (0..n).map(|_| TcpListener::bind("127.0.0.1:0"));
-    // All are open until the last one is known, so that each is another one.
+    // All stay bound until the last one is known, so that they differ.
     let open: Vec<TcpListener> = open.collect::<std::io::Result<_>>().map_err(|e| e.to_string())?;
     Ok(open.iter().filter_map(|l| l.local_addr().ok().map(|a| a.port())).collect())
 }
@@ -71,10 +72,10 @@ impl Drop for Centres {
 }
 
 impl Centres {
-    /// Starts etcd, and makes the fleet of both centres there, or in a file.
+    /// Starts etcd, and creates the fleet of both centres in it, or in a file.
     ///
     /// # Errors
-    /// They did not come up.
+    /// If they do not come up.
     fn prepare(etcd: impl FnOnce(&Path) -> Result<Etcd>, in_etcd: bool) -> Result<Centres> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let n = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -131,7 +132,7 @@ impl Centres {
         std::fs::read_to_string(self.dir.join(format!("centre{centre}.log"))).unwrap_or_default()
     }
 
-    /// A command of an administrator; at one of the centres, or with both to choose from.
+    /// Runs a command of an administrator at one of the centres, or with both to choose from.
     fn run(&self, args: &[&str], centre: Option<usize>) -> Output {
         let mut c = Command::new(lab::unirdma());
         c.args(args).env("UNIRDMA_TOKEN", &self.token).env("XDG_CONFIG_HOME", self.dir.join("config"));
@@ -161,7 +162,7 @@ impl Centres {
         self.declare_with(name, "", centre)
     }
 
-    /// Declares a vRNIC with more said of it.
+    /// Declares a vRNIC with these additional lines.
     fn declare_with(&self, name: &str, more: &str, centre: Option<usize>) -> Output {
         let file = self.dir.join(format!("{name}.toml"));
         let text = format!("[[vrnic]]\nname = \"{name}\"\ngroup = \"default\"\n{more}\n");
@@ -174,7 +175,7 @@ impl Centres {
     /// Names and addresses of all vRNICs, as a centre shows them.
     ///
     /// # Errors
-    /// It does not, or a name or an address is there twice.
+    /// If the centre does not answer, or a name or an address is there twice.
     fn vrnics(&self, centre: usize) -> Result<BTreeMap<String, String>> {
         let all = self.json(&["get", "vrnic"], centre)?;
         let mut found = BTreeMap::new();
@@ -205,7 +206,7 @@ impl Centres {
         (0..2).all(|c| self.json(&["get", "host", "h1"], c).is_ok_and(|h| h["hosts"][0]["connected"] == true))
     }
 
-    /// A host of the fleet, which knows these centres.
+    /// Starts a host of the fleet that knows these centres.
     fn host(&self, address: &str, state: &Path, urls: &str, token: Option<&str>) -> Result<Lab> {
         let state = state.display().to_string();
         let mut args = vec!["--address", address, "--centre", urls, "--state", &state, "--name", "h1"];
@@ -214,23 +215,23 @@ impl Centres {
     }
 }
 
-/// What has been asked for and answered.
+/// Outcomes of all calls.
 #[derive(Default)]
 struct Answers {
-    /// Names of vRNICs.
+    /// Names of the vRNICs that were created.
     done: BTreeSet<String>,
-    /// Calls that were refused or lost, with what was said.
+    /// Names of the vRNICs whose calls were refused or lost, with the messages.
     failed: BTreeMap<String, String>,
 }
 
-/// `unirdma vrnic add` on a host, by any thread.
+/// Runs `unirdma vrnic add` on a host, from any thread.
 fn add_at(exe: &Path, dir: &Path, name: &str) -> Output {
     let mut c = Command::new(exe);
     Output::of(c.arg("--dir").arg(dir.join("run")).args(["vrnic", "add", name]))
 }
 
-/// Makes vRNICs, of which every eighth is asked for on the host, and kills centre 0, which allocates, in the middle. Calls that fail are made again,
-/// until they are answered.
+/// Creates vRNICs, every eighth of them on the host, and kills centre 0, which allocates, in the middle. Failed calls
+/// are repeated until they succeed.
 fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
     let (next, made) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let answers = Mutex::new(Answers::default());
@@ -247,7 +248,7 @@ fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
                     let name = format!("v{n}");
                     let one = || match n % 8 {
                         0 => add_at(exe, dir, &name),
-                        // Of those that name one centre, the killed one is among them.
+                        // A third of the calls name centre 0 alone, which is killed.
                         n => c.declare(&name, [None, Some(1), Some(0)][n % 3]),
                     };
                     let mut o = one();
@@ -277,16 +278,16 @@ fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
     Ok(answers.into_inner().unwrap_or_else(|e| e.into_inner()))
 }
 
-/// The whole: `calls` vRNICs made while the allocating centre is killed, then etcd away for `away`, by a signal and, with `restart`, by being
-/// killed and started again.
+/// The whole test: creates `calls` vRNICs while the allocating centre is killed, then stops etcd for `away` by a signal
+/// and, with `restart`, by killing and restarting it.
 ///
 /// # Errors
-/// What is not as it should be.
+/// The first check that fails.
 pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
     let mut c = Centres::prepare(Etcd::start, true)?;
     c.start()?;
     let state = c.dir.join("h1");
-    // By the centre that does not allocate.
+    // The host joins by the centre that does not allocate.
     let host = c.host("127.0.16.1", &state, &c.urls.join(","), Some(&c.join_token(1)?))?;
     wait_until(|| c.host_is_connected(), "the host is not connected at both centres")?;
     shared_knowledge(&c, &host, &state)?;
@@ -300,7 +301,7 @@ pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
     let wanted: BTreeSet<String> = (0..calls).map(|n| format!("v{n}")).chain(["busy".into()]).collect();
     let names: BTreeSet<String> = found.keys().cloned().collect();
     require(names == wanted, format!("lost or too many: {:?}", names.symmetric_difference(&wanted)))?;
-    // Whoever asks again gets the same one.
+    // A repeated call gets the same vRNIC.
     for n in (1..calls).step_by(calls / 5).filter(|n| n % 8 != 0) {
         let o = c.declare(&format!("v{n}"), Some(1));
         require(o.ok(), &o.text)?;
@@ -312,7 +313,7 @@ pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
         answers.failed.len()
     );
 
-    // The killed one comes back and follows.
+    // The killed centre restarts and follows.
     c.start_centre(0)?;
     wait_until(|| c.vrnics(0).is_ok_and(|v| v == found), "the centre that came back does not show the same")?;
     require(c.status(0)?["allocates"] != true, "two centres allocate")?;
@@ -325,7 +326,8 @@ pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
     Ok(())
 }
 
-/// A vRNIC that programs use is not moved or deleted by the centre that its host is not connected to; and one identity is connected once.
+/// Checks that the centre to which the host is not connected does not move or delete a vRNIC that programs use, and
+/// that an identity is connected only once.
 fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
     let o = c.declare_with("busy", "host = \"h1\"", Some(1));
     require(o.ok(), &o.text)?;
@@ -351,13 +353,14 @@ fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
     require(c.host_is_connected(), "the first host is connected no more")
 }
 
-/// A command has failed, and has said why in one line.
+/// Checks that a command has failed with one line that contains `why`.
 fn refused(o: &Output, why: &str) -> Result<()> {
     let clear = !o.ok() && o.text.contains(why) && o.text.trim().lines().count() == 1;
     require(clear, format!("instead of one line with `{why}`: {}", o.text))
 }
 
-/// etcd does not answer: reads and hosts go on, changes are refused in one line. Then all goes on.
+/// Checks that reads and hosts continue while etcd does not answer, and that changes are refused in one line. Then
+/// everything continues.
 fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Result<()> {
     if killed {
         c.etcd.kill(0);
@@ -391,7 +394,8 @@ fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Resul
     wait_until(|| host.unirdma(&["vrnic", "add", "away2"]).ok(), "the host cannot add a vRNIC after etcd is back")?;
     let same = || c.agreed().is_some_and(|v| v.contains_key("away2"));
     wait_until(same, "the centres do not come to show the same")?;
-    // The centres' leases have ended meanwhile, so each knows the other's hosts again only once it has found the other.
+    // The centres' leases have expired meanwhile, so each knows the other's hosts only after it has found the other
+    // again.
     wait_until(|| c.host_is_connected(), "the host is not connected at both centres after that")?;
     for name in ["away", "away2"] {
         let o = c.run(&["delete", "vrnic", name, "--force"], None);

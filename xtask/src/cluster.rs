@@ -1,8 +1,8 @@
-//! `cargo xtask cluster`: several hosts, one control centre, and who reaches whom.
+//! `cargo xtask cluster`: several hosts, one control centre, and a check of all pairs of vRNICs.
 //!
-//! Thirty vRNICs in three groups are declared at the centre; two of the groups have the same addresses. `ibv_rc_pingpong` runs between all
-//! pairs, and connects exactly those that the rules allow; its two ends find each other by TCP between the hosts, so nothing but the
-//! virtual layer decides. Then the rules change, at the centre, and at last the centre is away.
+//! The centre declares thirty vRNICs in three groups; two of the groups have the same addresses. `ibv_rc_pingpong` runs
+//! between all pairs, and must connect exactly where the rules allow. Its two ends find each other by TCP between the
+//! hosts, so only the virtual layer decides. Then the rules change at the centre, and finally the centre is stopped.
 
 use std::collections::BTreeSet;
 use std::process::{Command, Stdio};
@@ -13,24 +13,25 @@ use std::time::{Duration, Instant};
 use crate::fleet::{Fleet, address};
 use crate::{Result, lab, packages};
 
-/// Pairs that are tried at the same time.
+/// Number of pairs that are tried at the same time.
 const AT_ONCE: usize = 6;
-/// The hosts must have put a change in force after so long.
+/// Time within which the hosts must have put a change in force.
 const DEADLINE: Duration = Duration::from_secs(1);
-/// How long a change is waited for at all.
+/// Longest time to wait for a change before giving up.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Groups: name, range, and whether it has a secret, by which those that rules join with it have one with it. The first two overlap.
+/// Groups: name, range, and whether it has a secret. Groups that a rule joins with it then have a secret with it. The
+/// first two ranges overlap.
 const GROUPS: [(&str, &str, bool); 3] =
     [("blue", "10.1.0.0/16", false), ("red", "10.1.0.0/16", false), ("green", "10.2.0.0/16", true)];
-/// What a host says of secrets.
+/// The lines of a host's status about secrets.
 const SEALED: [&str; 2] = [
     "group green: packets between hosts are sealed with secret",
     "groups blue and green: packets between hosts are sealed",
 ];
 const VRNICS: usize = 30;
 
-/// All vRNICs of green and blue may talk, but for one.
+/// All vRNICs of green and blue may connect, except one.
 const RULES: &str = "[[rule]]\nname = \"meet\"\nfrom = \"group:blue\"\nto = \"group:green\"\nboth = true\npriority = 10\n\
     [[rule]]\nname = \"not-green3\"\nfrom = \"group:blue\"\nto = \"vrnic:green3\"\nboth = true\naction = \"DENY\"\npriority = 20\n";
 
@@ -44,10 +45,10 @@ struct Vrnic {
 
 type Pairs = BTreeSet<(String, String)>;
 
-/// Runs `ibv_rc_pingpong` between two vRNICs; true if both ends end well.
+/// Runs `ibv_rc_pingpong` between two vRNICs. True if both ends succeed.
 ///
 /// # Errors
-/// It could not be started.
+/// If it cannot be started.
 fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<bool> {
     let run = |v: &Vrnic, to: Option<&str>| {
         let mut c = Command::new("ip");
@@ -96,7 +97,7 @@ fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<
 /// All pairs that connect.
 ///
 /// # Errors
-/// A program could not be started.
+/// If a program cannot be started.
 fn matrix(fleet: &Fleet, vrnics: &[Vrnic]) -> Result<Pairs> {
     let n = vrnics.len();
     let pairs: Vec<(usize, usize)> = (0..n).flat_map(|a| (a + 1..n).map(move |b| (a, b))).collect();
@@ -141,7 +142,7 @@ fn network(vrnics: &[Vrnic], rules: &str) -> String {
     groups.chain(vrnics).collect::<String>() + rules
 }
 
-/// The pairs that the rules allow: those of one group, and of blue and green, as far as `meets` says.
+/// The pairs that the rules allow: pairs within one group, and pairs of blue and green for which `meets` returns true.
 fn allowed(vrnics: &[Vrnic], meets: impl Fn(&str, &str) -> bool) -> Pairs {
     let mut pairs = Pairs::new();
     for (i, a) in vrnics.iter().enumerate() {
@@ -170,7 +171,7 @@ fn compare(what: &str, found: &Pairs, expected: &Pairs) -> Result<()> {
     Err(format!("{what}: {m} pairs connect that may not:{}; {l} do not that may:{}", names(more), names(less)))
 }
 
-/// Waits until a pair connects, or does not any more; how long that took.
+/// Waits until a pair connects, or does not connect any more. Returns the time that it took.
 fn until(fleet: &Fleet, server: &Vrnic, client: &Vrnic, connected: bool) -> Result<Duration> {
     let start = Instant::now();
     for port in 30_000.. {
@@ -196,7 +197,7 @@ fn check_matrix(fleet: &Fleet, vrnics: &[Vrnic], when: &str, expected: &Pairs) -
 
 /// Moves the first vRNIC to the next host: it keeps its address, MAC and GUID, and its peers find it there.
 fn move_one(fleet: &Fleet, vrnics: &mut [Vrnic]) -> Result<()> {
-    // They stand there group by group in turn.
+    // The groups alternate in the list.
     let (moved, peer) = (0, GROUPS.len());
     let host = (vrnics[moved].host + 1) % fleet.labs.len();
     let identity = |v: &Vrnic| -> Result<String> {
@@ -223,7 +224,7 @@ fn move_one(fleet: &Fleet, vrnics: &mut [Vrnic]) -> Result<()> {
 /// `cargo xtask cluster`, after the programs are built.
 ///
 /// # Errors
-/// What was not as the rules say.
+/// The first result that contradicts the rules.
 pub(crate) fn check(hosts: usize) -> Result<()> {
     let started = Instant::now();
     let mut fleet = Fleet::start(hosts)?;
@@ -260,7 +261,7 @@ pub(crate) fn check(hosts: usize) -> Result<()> {
 /// `cargo xtask cluster`.
 ///
 /// # Errors
-/// What was not as the rules say.
+/// The first result that contradicts the rules.
 pub(crate) fn run(hosts: usize) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");

@@ -1,4 +1,4 @@
-//! rdma-core's own tests, of two Debian releases. What they may skip is in `docs/conformance.md`.
+//! rdma-core's own tests, of two Debian releases. `docs/conformance.md` lists the tests that may be skipped.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -12,10 +12,10 @@ use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
-/// Where `test_resize_cq` makes a CQ smaller than what it expects in it.
+/// The line before which `test_resize_cq` makes a CQ smaller than the number of completions in it.
 const SHRINKS: &str = "# Decrease the CQ size to less than the CQ unpolled entries.";
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
-/// Pages of 2 MiB that the tests need.
+/// Number of 2 MiB pages that the tests need.
 const WANTED_PAGES: u32 = 64;
 
 fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
@@ -31,7 +31,7 @@ fn run(words: &[&str]) -> Result<()> {
     }
 }
 
-/// Huge pages that are reserved while this lives, if they can be.
+/// Reserves huge pages, if possible, until it is dropped.
 struct HugePages(Option<String>);
 
 impl HugePages {
@@ -53,10 +53,10 @@ impl Drop for HugePages {
     }
 }
 
-/// Begins the part of `docs/conformance.md` that is about guests.
+/// Heading of the part of `docs/conformance.md` about guests.
 const GUESTS: &str = "## In a virtual machine";
 
-/// What `docs/conformance.md` says that a test may say when it is skipped: anywhere, and in guests also what their part says.
+/// The reasons for skips that `docs/conformance.md` allows: general ones, and for guests also those in their part.
 fn known_reasons(guest: bool) -> Result<Vec<String>> {
     let text = fs::read_to_string(lab::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
     let part = if guest { &text } else { text.split(GUESTS).next().unwrap_or_default() };
@@ -82,10 +82,10 @@ fn check_reasons(text: &str, guest: bool) -> Result<()> {
     }
 }
 
-/// Judges a run: no failure, at least so many that pass, and no skip for an unknown reason.
+/// Checks a run: no failure, at least `at_least` tests, and no skip for an unknown reason.
 fn judge(text: &str, at_least: usize, guest: bool) -> Result<()> {
     check_reasons(text, guest)?;
-    // Python may say more about what it cleans up at its end.
+    // Python may print more lines at its exit.
     let last = text.lines().rfind(|l| l.starts_with("OK") || l.starts_with("FAILED")).unwrap_or_default();
     let all = text.lines().find_map(|l| number(l, "Ran ")).unwrap_or(0);
     let others = ["skipped=", "failures=", "errors="].iter().filter_map(|w| number(last, w)).sum();
@@ -101,7 +101,7 @@ fn judge(text: &str, at_least: usize, guest: bool) -> Result<()> {
 /// Runs the tests of this machine's own release.
 ///
 /// # Errors
-/// What failed, or was skipped without leave.
+/// Tests that failed, or were skipped without a known reason.
 pub(crate) fn debian_12(lab: &Lab) -> Result<()> {
     let _pages = HugePages::reserve();
     let dir = lab.dir.join("pyverbs");
@@ -121,7 +121,8 @@ fn unpack(from: &Path, dir: &Path) -> Result<PathBuf> {
     Ok(dir.to_path_buf())
 }
 
-/// Gives the sends of `test_resize_cq` the second to complete that rdma-core's commit 197d1a40a of January 2026 gives them.
+/// Delays `test_resize_cq` by a second so that its sends can complete, as rdma-core's commit 197d1a40a of January 2026
+/// does.
 fn give_time(file: &str) -> Result<()> {
     let text = fs::read_to_string(file).map_err(failed(file))?;
     let (before, after) =
@@ -151,7 +152,7 @@ fn root_of_debian_13() -> Result<PathBuf> {
     for d in ["dev", "sys", "proc", "tmp", "run/unirdma", "opt/unirdma", "t"] {
         fs::create_dir_all(root.join(d)).map_err(failed(d))?;
     }
-    // The tests ask this tool for network interfaces first, and then sysfs; it wants the kernel's RDMA.
+    // The tests ask this tool for network interfaces before they read sysfs, but the tool needs the kernel's RDMA.
     let tool = root.join("usr/bin/rdma");
     let _ = fs::remove_file(&tool);
     fs::write(&tool, "#!/usr/bin/python3\nprint('[]')\n").map_err(failed("rdma"))?;
@@ -162,7 +163,7 @@ fn root_of_debian_13() -> Result<PathBuf> {
 /// Runs the tests of Debian 13, in a container whose root directory is that release.
 ///
 /// # Errors
-/// What failed, or was skipped without leave.
+/// Tests that failed, or were skipped without a known reason.
 pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
     let _pages = HugePages::reserve();
     let root = root_of_debian_13()?;
@@ -184,14 +185,15 @@ pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
 
 const RUN_RXE: &str = "tests/run_tests.py --dev rxe0 -v";
 const KERNEL_OF_DEBIAN_13: &str = "6.12";
-/// So many pass in a guest at least, with the older version of the tests.
+/// Least number of tests that must pass in a guest, with the older version of the tests.
 const LEAST_IN_GUEST: usize = 104;
-/// So many may fail there when all run, if they pass when they run by themselves, at the last of so many tries.
+/// Number of tests that may fail there in the common run, if they pass in a run of their own within this number of
+/// further tries.
 const MAY_FAIL: usize = 2;
 const MORE_TRIES: usize = 3;
-/// How long all tests may take in a guest, whose processors are emulated.
+/// Longest time for all tests in a guest with emulated processors.
 const IN_GUEST: Duration = Duration::from_secs(3600);
-/// What of Python the tests do not need.
+/// Parts of Python that the tests do not need.
 const WITHOUT: &[&str] = &[
     "__pycache__",
     "ensurepip",
@@ -205,7 +207,7 @@ const WITHOUT: &[&str] = &[
     "turtledemo",
 ];
 
-/// Puts Python, its verbs and the tests into a guest's image, all of the kernel's release, and the kernel's own soft RNIC.
+/// Copies Python, pyverbs and the tests of the kernel's release, and the kernel's own soft RNIC, into a guest's image.
 fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
     let python = fs::read_link(kernel.root.join("usr/bin/python3")).map_err(failed("python3"))?;
     let python = python.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -224,13 +226,13 @@ fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
     image.rxe()
 }
 
-/// Runs tests in a guest; what they print.
+/// Runs tests in a guest. Returns their output.
 fn run_in(guest: &Guest, tests: &str) -> Result<String> {
     let command = format!("echo {WANTED_PAGES} >{HUGE_PAGES}; cd /t && {tests}");
     Ok(guest.spawn(&command)?.finish_within(IN_GUEST).text)
 }
 
-/// Says how a run of several files went.
+/// Prints the outcome of a run of several files.
 fn report(text: &str) {
     let sum = |begin: &str, word: &str| -> usize {
         text.lines().filter(|l| l.starts_with(begin)).filter_map(|l| number(l, word)).sum()
@@ -264,7 +266,7 @@ fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
     if with_rxe {
         guest.unload()?;
         guest.run("rdma link add rxe0 type rxe netdev eth0")?;
-        // Each file by itself: some tests end Python.
+        // Each file runs by itself, because some tests end Python.
         let each = "for f in tests/test_*.py; do f=${f##*/}; echo file $f";
         let theirs = run_in(&guest, &format!("{each}; python3 {RUN_RXE} -k \"tests.${{f%.py}}.*\"; done"))?;
         keep("rxe0", &theirs)?;
@@ -273,12 +275,12 @@ fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
     judged.map_err(|e| guest.explain(&e))
 }
 
-/// As [`judge`], for a run in this guest, where a few tests that fail are tried again.
+/// As [`judge`], for a run in this guest, where a few failed tests are repeated.
 fn judge_in(guest: &Guest, text: &str, at_least: usize) -> Result<()> {
     let failed = failed_tests(text);
     let names: String = failed.iter().map(|f| format!(" -k {f}")).collect();
     let mut judged = judge(text, at_least, true);
-    // Some tests count on it that what was posted is done at once, which with emulated processors it is not always.
+    // Some tests assume that posted requests complete at once, which is not always so with emulated processors.
     for _ in 0..MORE_TRIES {
         if judged.is_ok() || !(1..=MAY_FAIL).contains(&failed.len()) {
             break;
@@ -298,16 +300,16 @@ fn failed_tests(text: &str) -> Vec<&str> {
 /// Runs the tests in one guest, on our vRNIC.
 ///
 /// # Errors
-/// What failed, or was skipped without leave.
+/// Tests that failed, or were skipped without a known reason.
 pub(crate) fn in_a_guest(kernel: Option<&str>) -> Result<()> {
     let systems = Systems::make_with(Some(kernel.unwrap_or(KERNEL_OF_DEBIAN_13)), &add_tests)?;
     in_guest(systems.all.first().ok_or("no kernel")?, None, false)
 }
 
-/// Runs the tests in guests: on our vRNIC, and on the kernel's own soft RNIC. `only`: those whose names match.
+/// Runs the tests in guests: on our vRNIC, and on the kernel's own soft RNIC. `only`: the tests whose names match.
 ///
 /// # Errors
-/// What failed on the vRNIC, or was skipped without leave.
+/// Tests that failed on the vRNIC, or were skipped without a known reason.
 pub(crate) fn in_guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
     crate::vm::prepare()?;
     let systems = Systems::make_with(kernel, &add_tests)?;

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: two containers, unmodified programs, a small table.
+//! `cargo xtask demo`: runs unmodified programs in two containers and prints a small table.
 
 use crate::lab::{self, Lab};
 use crate::tcp::Tcp;
@@ -10,7 +10,7 @@ fn step(n: u32, what: &str) {
     println!("[{n}/{STEPS}] {what}");
 }
 
-/// The last row of a program's output, or why there is none.
+/// The last row of a program's output, or an error that says why there is none.
 fn figures(what: &str, (server, client): &(lab::Output, lab::Output)) -> Result<Vec<f64>> {
     let row = lab::rows(&client.text).pop().filter(|_| server.ok() && client.ok());
     row.ok_or_else(|| format!("{what} failed:\nserver: {}\nclient: {}", server.text, client.text))

@@ -1,7 +1,7 @@
-//! What these commands start ends with them, also if they are interrupted: virtual layers, attackers and guests that went on would
-//! spoil whatever is measured later.
+//! Makes sure that all processes which these commands start end with them, even on interruption: virtual layers,
+//! attackers and guests that lived on would spoil later measurements.
 //!
-//! The work is done by a child of the process that was started by hand. That process waits, and adopts whatever loses its parent.
+//! A child of the process that was started by hand does the work. That process waits, and adopts orphaned descendants.
 
 use std::collections::HashSet;
 use std::io;
@@ -15,16 +15,18 @@ use tokio::sync::mpsc::unbounded_channel;
 
 use crate::lab;
 
-/// Is set where the work is done, and in all that is started there.
+/// Environment variable that is set in the child that does the work, and in its descendants.
 const WORKS: &str = "UNIRDMA_XTASK_WORKS";
-/// How long programs may take to end after SIGTERM. A virtual layer takes down its interfaces and ends its workers.
+/// Longest time for programs to end after SIGTERM. A virtual layer removes its interfaces and ends its workers
+/// meanwhile.
 const LIMIT: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Lets a child do the work of this process, and waits for it: its exit code. Nothing in that child, which has to do the work.
+/// Starts a child that does the work of this process, and waits for it. Returns the child's exit code. Returns `None`
+/// in the child itself, which then does the work.
 ///
 /// # Errors
-/// There can be no child.
+/// If the child cannot be started.
 pub(crate) fn watch() -> io::Result<Option<ExitCode>> {
     if std::env::var_os(WORKS).is_some() {
         return Ok(None);
@@ -41,7 +43,8 @@ pub(crate) fn watch() -> io::Result<Option<ExitCode>> {
     Ok(Some(ExitCode::from(status.code().unwrap_or(1) as u8)))
 }
 
-/// Starts the child and waits for its end; its pid, and how it ended. A request to end is for the child.
+/// Starts the child and waits for its end. Returns its pid and its exit status. Termination signals are forwarded to
+/// the child.
 async fn work() -> io::Result<(Pid, ExitStatus)> {
     let mut ends = signal(SignalKind::child())?;
     let (tell, mut told) = unbounded_channel();
@@ -69,14 +72,14 @@ async fn work() -> io::Result<(Pid, ExitStatus)> {
     }
 }
 
-/// True if this process was started to ignore a signal, as by nohup; its child ignores it, too.
+/// True if this process ignores a signal, as under nohup. Its child ignores that signal too.
 fn is_ignored(signal: Signal) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|l| u64::from_str_radix(l.strip_prefix("SigIgn:")?.trim(), 16).ok());
     mask.is_some_and(|m| m & 1 << (signal.as_raw() - 1) != 0)
 }
 
-/// Takes note of all that have ended, the adopted ones, too; how `child` ended, if it is among them.
+/// Reaps all processes that have ended, including adopted ones. Returns the exit status of `child` if it is among them.
 fn reap(child: Pid) -> Option<ExitStatus> {
     let mut ended = None;
     while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
@@ -87,7 +90,7 @@ fn reap(child: Pid) -> Option<ExitStatus> {
     ended
 }
 
-/// Ends all descendants of this process; how many there were.
+/// Ends all descendants of this process. Returns their number.
 fn end_descendants() -> usize {
     let began = Instant::now();
     let mut seen = HashSet::new();
@@ -125,7 +128,7 @@ fn children(pid: Pid) -> Vec<Pid> {
         .collect()
 }
 
-/// Removes the directories and network namespaces that a process has made; their names begin with ours and its pid.
+/// Removes the directories and network namespaces of a process. Their names begin with our prefix and its pid.
 fn remove_traces(of: Pid) {
     let named = |dir: &std::path::Path| {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();

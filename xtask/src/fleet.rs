@@ -1,4 +1,4 @@
-//! A fleet of hosts in network namespaces with a control centre, as an operator would run it.
+//! A fleet of hosts in network namespaces with a control centre, set up as an operator would do it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -10,7 +10,7 @@ use crate::lab::{self, Lab};
 /// Address and port of the centre.
 const CENTRE: &str = "192.168.8.1";
 const PORT: u16 = 7443;
-/// How long the centre may take to answer first, and a host to make what is declared for it.
+/// Longest time for the centre's first answer, and for a host to create its declared vRNICs.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// The address of a host, by its number from 0.
@@ -18,7 +18,8 @@ pub(crate) fn address(host: usize) -> String {
     format!("192.168.8.{}", host + 11)
 }
 
-/// All addresses of a host, as it names them: of three hosts two have IPv6 too, and name it in different places.
+/// All addresses of a host, in the order in which it names them. Two of three hosts also have IPv6, one before and one
+/// after IPv4.
 fn addresses(host: usize) -> Vec<String> {
     let (v4, v6) = (address(host), format!("fd08::{}", host + 11));
     match host % 3 {
@@ -28,7 +29,8 @@ fn addresses(host: usize) -> Vec<String> {
     }
 }
 
-/// Network namespaces joined by a bridge, a centre, and the hosts h0, h1 and so on that have joined it. All ends with this value.
+/// Network namespaces joined by a bridge, a centre, and the hosts h0, h1 and so on that have joined it. Dropping this
+/// value ends them.
 pub(crate) struct Fleet {
     pub labs: Vec<Lab>,
     /// The namespaces of the hosts.
@@ -42,7 +44,7 @@ impl Fleet {
     /// Starts the centre and the hosts. Needs root, for the network namespaces.
     ///
     /// # Errors
-    /// What could not be made.
+    /// The step that failed.
     pub fn start(hosts: usize) -> Result<Fleet> {
         if lab::uid() != 0 {
             return Err("network namespaces need root: run this as root".into());
@@ -88,7 +90,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// `unirdma` in the namespace of the centre, as an administrator of the fleet.
+    /// An `unirdma` command in the namespace of the centre, as an administrator of the fleet.
     fn command(&self, args: &[&str]) -> Command {
         let mut c = Command::new("ip");
         c.args(["netns", "exec", &self.hub]).arg(lab::unirdma()).args(args);
@@ -98,10 +100,10 @@ impl Fleet {
         c
     }
 
-    /// Runs `unirdma` as an administrator of the fleet; what it prints.
+    /// Runs `unirdma` as an administrator of the fleet. Returns its output.
     ///
     /// # Errors
-    /// What it says.
+    /// Its output, if it fails.
     pub fn unirdma(&self, args: &[&str]) -> Result<String> {
         let o = self.command(args).output().map_err(|e| e.to_string())?;
         if o.status.success() {
@@ -113,7 +115,7 @@ impl Fleet {
     /// Starts the centre and waits until it answers.
     ///
     /// # Errors
-    /// It does not.
+    /// If it does not answer.
     pub fn start_centre(&mut self) -> Result<()> {
         let path = self.dir.join("centre.log");
         let log = std::fs::File::options().append(true).create(true).open(&path).map_err(|e| e.to_string())?;
@@ -131,10 +133,10 @@ impl Fleet {
         }
     }
 
-    /// Declares what is in this TOML text.
+    /// Applies this TOML text.
     ///
     /// # Errors
-    /// What the centre says.
+    /// The centre's message, if it refuses.
     pub fn apply(&self, toml: &str) -> Result<()> {
         write(&self.dir.join("network.toml"), toml)?;
         self.unirdma(&["apply", "-f", "network.toml"]).map(drop)
@@ -143,17 +145,17 @@ impl Fleet {
     /// Waits until a host has made its vRNIC.
     ///
     /// # Errors
-    /// It has not.
+    /// If the host does not do so in time.
     pub fn wait_for(&self, host: usize, vrnic: &str) -> Result<()> {
         let there = || self.labs[host].socket(vrnic).exists();
         lab::wait_until(LIMIT, there, &format!("host h{host} did not make {vrnic}"))
             .map_err(|e| format!("{e}\n{}", self.labs[host].log()))
     }
 
-    /// Waits until each host has put in force all that the centre knows.
+    /// Waits until each host has put the centre's newest state in force.
     ///
     /// # Errors
-    /// One has not.
+    /// If one host does not do so in time.
     pub fn wait_applied(&self) -> Result<()> {
         let all = || -> Option<bool> {
             let text = self.unirdma(&["get", "host", "--json"]).ok()?;

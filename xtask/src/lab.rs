@@ -1,4 +1,4 @@
-//! A virtual layer with vRNICs, and programs run on it as a user would.
+//! A virtual layer with vRNICs, and programs that use it as a user would.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -27,15 +27,15 @@ pub(crate) fn unirdma() -> PathBuf {
 /// Builds the programs.
 ///
 /// # Errors
-/// The build failed.
+/// If the build fails.
 pub(crate) fn build() -> Result<()> {
     cargo_build(&[])
 }
 
-/// Builds an example program of a package; its path.
+/// Builds an example program of a package. Returns its path.
 ///
 /// # Errors
-/// The build failed.
+/// If the build fails.
 pub(crate) fn build_example(package: &str, name: &str) -> Result<PathBuf> {
     cargo_build(&["--package", package, "--example", name])?;
     Ok(unirdma().with_file_name("examples").join(name))
@@ -44,7 +44,7 @@ pub(crate) fn build_example(package: &str, name: &str) -> Result<PathBuf> {
 /// Builds the programs of another checkout, into that checkout's `target`.
 ///
 /// # Errors
-/// The build failed.
+/// If the build fails.
 pub(crate) fn build_in(tree: &Path) -> Result<()> {
     let mut c = Command::new("cargo");
     c.args(["build", "--release", "--quiet"]).current_dir(tree).env_remove("CARGO_TARGET_DIR");
@@ -62,21 +62,21 @@ fn succeed(mut build: Command) -> Result<()> {
     if ok { Ok(()) } else { Err("cargo build --release failed".into()) }
 }
 
-/// A virtual layer of its own, in a directory of its own; both end with this value.
+/// A virtual layer in a directory of its own. Dropping this value ends both.
 pub(crate) struct Lab {
     pub dir: PathBuf,
     exe: PathBuf,
     host: Child,
-    /// Of `unirdma host`.
+    /// Arguments of `unirdma host`.
     args: Vec<String>,
     user: Option<u32>,
     netns: Option<String>,
     count: AtomicU32,
-    /// Its containers see what they are given, not what is outside. They did not always.
+    /// Its containers have private file systems. Containers of older versions do not.
     has_sandbox: bool,
 }
 
-/// What a program did.
+/// Result of a program.
 #[derive(Debug, Default)]
 pub(crate) struct Output {
     pub code: Option<i32>,
@@ -85,7 +85,7 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Runs a command, which is given no input, to its end.
+    /// Runs a command without input to its end.
     pub fn of(c: &mut Command) -> Output {
         match c.stdin(Stdio::null()).output() {
             Ok(o) => Output {
@@ -101,23 +101,23 @@ impl Output {
     }
 }
 
-/// A program that runs.
+/// A running program.
 pub(crate) struct Running {
     child: Child,
     log: PathBuf,
     limit: Instant,
 }
 
-/// How long a program may take.
+/// Longest time for a program.
 const LIMIT: Duration = Duration::from_secs(90);
-/// How long a virtual layer may take to end.
+/// Longest time for a virtual layer to end.
 const LIMIT_OF_END: Duration = Duration::from_secs(30);
 
 impl Lab {
     /// Starts a virtual layer, as `user` if one is given.
     ///
     /// # Errors
-    /// It did not come up.
+    /// If it does not come up.
     pub fn start(user: Option<u32>) -> Result<Lab> {
         Lab::start_in(user, None, &[])
     }
@@ -125,7 +125,7 @@ impl Lab {
     /// Starts a virtual layer in a network namespace, with more arguments.
     ///
     /// # Errors
-    /// It did not come up: its log.
+    /// The virtual layer's log, if it does not come up.
     pub fn start_in(user: Option<u32>, netns: Option<&str>, args: &[&str]) -> Result<Lab> {
         Lab::start_of(&unirdma(), user, netns, args)
     }
@@ -133,7 +133,7 @@ impl Lab {
     /// As [`Lab::start_in`], with the `unirdma` and the libraries of any build.
     ///
     /// # Errors
-    /// It did not come up: its log.
+    /// The virtual layer's log, if it does not come up.
     pub fn start_of(unirdma: &Path, user: Option<u32>, netns: Option<&str>, args: &[&str]) -> Result<Lab> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -158,12 +158,12 @@ impl Lab {
         Ok(lab)
     }
 
-    /// The `unirdma` that it runs.
+    /// Path of the `unirdma` that it runs.
     pub fn exe(&self) -> &Path {
         &self.exe
     }
 
-    /// Process of the virtual layer.
+    /// Process ID of the virtual layer.
     pub fn pid(&self) -> u32 {
         self.host.id()
     }
@@ -171,7 +171,7 @@ impl Lab {
     /// Group, process and number of restarts of each worker.
     ///
     /// # Errors
-    /// The virtual layer does not answer.
+    /// If the virtual layer does not answer.
     pub fn workers(&self) -> Result<Vec<(String, i32, u64)>> {
         let o = self.unirdma(&["status", "--json"]);
         let status: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
@@ -182,25 +182,25 @@ impl Lab {
         Ok(status["workers"].as_array().into_iter().flatten().map(worker).collect())
     }
 
-    /// Process of a group's worker, and how often it was started anew.
+    /// Process ID of a group's worker, and its number of restarts.
     ///
     /// # Errors
-    /// It has none for the moment.
+    /// If the group has no worker at the moment.
     pub fn worker(&self, group: &str) -> Result<(i32, u64)> {
         let found = self.workers()?.into_iter().find(|w| w.0 == group && w.1 > 0);
         found.map(|w| (w.1, w.2)).ok_or_else(|| format!("group {group} has no worker"))
     }
 
-    /// Kills the supervisor. Its workers go on.
+    /// Kills the supervisor. Its workers live on.
     pub fn kill_host(&mut self) {
         let _ = self.host.kill();
         let _ = self.host.wait();
     }
 
-    /// Starts a supervisor again, with the arguments that the first one had.
+    /// Starts a new supervisor with the same arguments.
     ///
     /// # Errors
-    /// It did not come up: its log.
+    /// The virtual layer's log, if it does not come up.
     pub fn start_again(&mut self) -> Result<()> {
         let log = File::options().append(true).open(self.dir.join("host.log")).map_err(|e| e.to_string())?;
         let mut c = command(self.user, self.netns.as_deref());
@@ -221,14 +221,14 @@ impl Lab {
         Ok(())
     }
 
-    /// The end of what the virtual layer has said.
+    /// The end of the virtual layer's log.
     pub fn log(&self) -> String {
         let text = std::fs::read_to_string(self.dir.join("host.log")).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
         format!("log of the virtual layer:\n{}", lines[lines.len().saturating_sub(20)..].join("\n"))
     }
 
-    /// How the virtual layer's process has ended, if it has.
+    /// Exit status of the virtual layer's process, if it has ended.
     pub fn how_it_ended(&mut self) -> Option<String> {
         self.host.try_wait().ok().flatten().map(|status| status.to_string())
     }
@@ -258,7 +258,7 @@ impl Lab {
     /// Starts `unirdma` with these arguments.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn start_unirdma(&self, args: &[&str]) -> Result<Running> {
         let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
         let log = self.dir.join(format!("{count:03}-unirdma.log"));
@@ -267,10 +267,10 @@ impl Lab {
         Running::start(c, &log)
     }
 
-    /// Makes a vRNIC.
+    /// Creates a vRNIC.
     ///
     /// # Errors
-    /// The virtual layer's line.
+    /// The virtual layer's error line.
     pub fn vrnic(&self, name: &str, more: &[&str]) -> Result<()> {
         let o = self.unirdma(&[&["vrnic", "add", name], more].concat());
         if o.ok() { Ok(()) } else { Err(o.text) }
@@ -284,7 +284,7 @@ impl Lab {
     /// Starts a shell command in a container.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn spawn(&self, vrnic: &str, options: &[&str], shell: &str) -> Result<Running> {
         let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
         let log = self.dir.join(format!("{count:03}-{vrnic}.log"));
@@ -295,7 +295,8 @@ impl Lab {
         Running::start(c, &log)
     }
 
-    /// What its containers see beside what every container sees: its directory and, if this user runs it, the checkout.
+    /// Directories that its containers see in addition to the usual ones: its directory and, if this user runs it, the
+    /// checkout.
     fn binds(&self) -> Vec<String> {
         if !self.has_sandbox {
             return Vec::new();
@@ -314,7 +315,8 @@ impl Lab {
         let mut c = command(self.user, self.netns.as_deref());
         c.env("U", format!("{} --dir {}", self.exe.display(), self.dir.join("run").display()));
         c.env("LAB", &self.dir).env("HOME", &home).stdin(Stdio::null()).current_dir(&self.dir);
-        // script(1) runs its command by this shell. Bash goes on after a command that took Ctrl-C as an ordinary end; dash ends.
+        // script(1) runs its command by this shell. Bash continues after a command that handled Ctrl-C by itself; dash
+        // ends.
         c.env("SHELL", "/bin/bash");
         c.args(["timeout", "60", "sh", "-c", &format!("mkdir -p $HOME; exec 2>&1; {script}")]);
         match c.output() {
@@ -326,7 +328,7 @@ impl Lab {
     /// A vRNIC, as `unirdma vrnic show --json` prints it.
     ///
     /// # Errors
-    /// The virtual layer does not answer.
+    /// If the virtual layer does not answer.
     pub fn show(&self, vrnic: &str) -> Result<serde_json::Value> {
         let o = self.unirdma(&["vrnic", "show", vrnic, "--json"]);
         serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))
@@ -337,10 +339,10 @@ impl Lab {
         self.unirdma(&["vrnic", "show", vrnic, "--json"]).text.contains("\"listeners\": [\n")
     }
 
-    /// Runs a server in one container and, once it listens, its client in another. Both outputs.
+    /// Runs a server in one container and, once it listens, its client in another. Returns both outputs.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn pair(&self, server: (&str, &str), client: (&str, &str), options: &[&str]) -> Result<(Output, Output)> {
         self.pair_with(self, server, client, options)
     }
@@ -348,7 +350,7 @@ impl Lab {
     /// As [`Lab::pair`], with the client's container on another host.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn pair_with(
         &self,
         other: &Lab,
@@ -356,7 +358,7 @@ impl Lab {
         client: (&str, &str),
         options: &[&str],
     ) -> Result<(Output, Output)> {
-        // perftest measures the processor's clock against the system's, and gives up on a machine that was busy meanwhile.
+        // perftest compares the processor's clock with the system's, and gives up if the machine was busy meanwhile.
         let gave_up = |o: &Output| o.text.contains("Can't produce a report");
         let run = || self.pair_once(other, server, client, options);
         let (s, c) = run()?;
@@ -389,7 +391,7 @@ impl Drop for Lab {
     }
 }
 
-/// Copies the programs to where any user can run them; the checkout may be closed to others.
+/// Copies the programs to a place where any user can run them, because the checkout may be closed to others.
 fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
     let bin = dir.join("bin");
     std::fs::create_dir_all(bin.join("dropin"))?;
@@ -411,7 +413,7 @@ pub fn cores() -> Vec<usize> {
     list.split(',').filter_map(range).flatten().collect()
 }
 
-/// A command as another user, or as this one, in a network namespace or in this one.
+/// A command as another user or this one, in another network namespace or this one.
 fn command(user: Option<u32>, netns: Option<&str>) -> Command {
     let me = uid();
     let mut words: Vec<String> = Vec::new();
@@ -430,16 +432,16 @@ fn command(user: Option<u32>, netns: Option<&str>) -> Command {
 }
 
 /// Two hosts: network namespaces joined by a veth pair, each with a virtual layer and one vRNIC (a on the first, b on
-/// the second, 10.0.0.1 and 10.0.0.2, fd00::1 and fd00::2). All ends with this value.
+/// the second, 10.0.0.1 and 10.0.0.2, fd00::1 and fd00::2). Dropping this value ends them.
 pub(crate) struct TwoHosts {
     pub labs: Vec<Lab>,
     names: [String; 2],
 }
 
-/// How the two hosts are joined.
+/// Parameters of the network between the two hosts.
 #[derive(Clone, Copy)]
 pub(crate) struct Link<'a> {
-    /// Distinguishes those that live at the same time.
+    /// Distinguishes pairs of hosts that exist at the same time.
     pub name: &'a str,
     pub ipv6: bool,
     /// MTU of the veth pair.
@@ -458,7 +460,7 @@ impl Link<'_> {
 /// Runs `ip`.
 ///
 /// # Errors
-/// What it says.
+/// The output of `ip`, if it fails.
 pub(crate) fn ip(args: &str) -> Result<()> {
     let o = Command::new("ip").args(args.split_whitespace()).output().map_err(|e| format!("ip: {e}"))?;
     if o.status.success() { Ok(()) } else { Err(format!("ip {args}: {}", String::from_utf8_lossy(&o.stderr))) }
@@ -468,7 +470,7 @@ impl TwoHosts {
     /// Makes the hosts. Needs root, for the network namespaces.
     ///
     /// # Errors
-    /// What could not be made.
+    /// The step that failed.
     pub fn start(link: Link<'_>) -> Result<TwoHosts> {
         TwoHosts::start_of(&unirdma(), link)
     }
@@ -476,7 +478,7 @@ impl TwoHosts {
     /// As [`TwoHosts::start`], with the `unirdma` and the libraries of any build.
     ///
     /// # Errors
-    /// What could not be made.
+    /// The step that failed.
     pub fn start_of(unirdma: &Path, link: Link<'_>) -> Result<TwoHosts> {
         let name = |i: usize| format!("ur{}-{}{i}", std::process::id(), link.name);
         let mut two = TwoHosts { labs: Vec::new(), names: [name(0), name(1)] };
@@ -518,7 +520,7 @@ impl TwoHosts {
     /// Gives both hosts a new secret of the default group, and waits until each knows that the other one has it.
     ///
     /// # Errors
-    /// What `unirdma` says, or that they did not find each other.
+    /// The output of `unirdma`, if it fails, or an error if the hosts do not find each other.
     pub fn give_secret(&self, name: &str) -> Result<()> {
         let mut path = self.labs[0].dir.join(name).display().to_string();
         let run = |lab: &Lab, args: &[&str]| {
@@ -526,7 +528,7 @@ impl TwoHosts {
             if o.ok() { Ok(()) } else { Err(o.text) }
         };
         run(&self.labs[0], &["secret", &path])?;
-        // The number of a secret is one byte. One with the number of another that the group has is refused.
+        // The number of a secret is one byte. A secret with the number of another one of the group is refused.
         while let Err(e) = run(&self.labs[0], &["group", "set", "default", "--secret", &path]) {
             if !e.contains("make another one") {
                 return Err(e);
@@ -541,7 +543,7 @@ impl TwoHosts {
     /// Waits until each host knows that the other one has the current secret.
     ///
     /// # Errors
-    /// They did not find each other in time.
+    /// If they do not find each other in time.
     pub fn wait_met(&self) -> Result<()> {
         for lab in &self.labs {
             let start = Instant::now();
@@ -559,10 +561,10 @@ impl TwoHosts {
         Ok(())
     }
 
-    /// A server in the container of the first host, its client in that of the second.
+    /// Runs a server in the container of the first host, and its client in the container of the second.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn pair(&self, server: &str, client: &str) -> Result<(Output, Output)> {
         self.labs[0].pair_with(&self.labs[1], ("a", server), ("b", client), &[])
     }
@@ -582,7 +584,7 @@ impl Running {
     /// Starts a command whose output goes to `log`.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn start(mut c: Command, log: &Path) -> Result<Running> {
         let out = File::create(log).map_err(|e| e.to_string())?;
         let err = out.try_clone().map_err(|e| e.to_string())?;
@@ -590,12 +592,12 @@ impl Running {
         Ok(Running { child, log: log.to_path_buf(), limit: Instant::now() + LIMIT })
     }
 
-    /// Its standard input, if that is a pipe; it stays open until the end.
+    /// Its standard input, if that is a pipe. It stays open until the end.
     pub fn stdin(&mut self) -> Option<&mut std::process::ChildStdin> {
         self.child.stdin.as_mut()
     }
 
-    /// Waits until some process of the container listens on TCP, or `otherwise` says so, or the program ends.
+    /// Waits until a process of the container listens on TCP, `otherwise` returns true, or the program ends.
     pub fn wait_listening(&mut self, otherwise: impl Fn() -> bool) -> bool {
         for look in 1.. {
             if Instant::now() > self.limit || !matches!(self.child.try_wait(), Ok(None)) {
@@ -609,12 +611,12 @@ impl Running {
         false
     }
 
-    /// True once it has ended.
+    /// True if it has ended.
     pub fn has_ended(&mut self) -> bool {
         !matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Asks it to end, as Ctrl-C does.
+    /// Interrupts it, as Ctrl-C does.
     pub fn interrupt(&self) {
         signal(&self.child, libc::SIGINT);
     }
@@ -624,7 +626,7 @@ impl Running {
         let _ = self.child.kill();
     }
 
-    /// As [`Running::finish`], for so long at most.
+    /// As [`Running::finish`], with this limit.
     pub fn finish_within(mut self, limit: Duration) -> Output {
         self.limit = Instant::now() + limit;
         self.finish()
@@ -646,7 +648,7 @@ impl Running {
         Output { code, text: self.text() }
     }
 
-    /// What it has printed.
+    /// Its output so far.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(&self.log).unwrap_or_default()).into_owned()
     }
@@ -661,26 +663,26 @@ impl Drop for Running {
     }
 }
 
-/// Asks a program to end.
+/// Sends SIGTERM to a program.
 pub(crate) fn terminate(child: &Child) {
     signal(child, libc::SIGTERM);
 }
 
-/// Sends a signal to a program of this process.
+/// Sends a signal to a child of this process.
 pub(crate) fn signal(child: &Child, signal: libc::c_int) {
     // SAFETY: our own child, not waited for yet.
     unsafe { libc::kill(child.id() as i32, signal) };
 }
 
-/// Fails with this line unless something is so.
+/// Fails with this message unless `ok`.
 pub(crate) fn require(ok: bool, what: impl Into<String>) -> Result<()> {
     if ok { Ok(()) } else { Err(what.into()) }
 }
 
-/// Waits until something is so. How long that took.
+/// Waits until `is_so` returns true. Returns the time that it took.
 ///
 /// # Errors
-/// `otherwise`, if it is not so within `limit`; or it cannot be known.
+/// `otherwise`, if that does not happen within `limit`; or the error of `is_so`.
 pub(crate) fn within(limit: Duration, mut is_so: impl FnMut() -> Result<bool>, otherwise: &str) -> Result<Duration> {
     let start = Instant::now();
     while !is_so()? {
@@ -690,12 +692,12 @@ pub(crate) fn within(limit: Duration, mut is_so: impl FnMut() -> Result<bool>, o
     Ok(start.elapsed())
 }
 
-/// As [`within`], for what is always known.
+/// As [`within`], with a condition that cannot fail.
 pub(crate) fn wait_until(limit: Duration, mut is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
     within(limit, || Ok(is_so()), otherwise).map(drop)
 }
 
-/// True if a descendant of `pid` has its own TCP socket in state LISTEN.
+/// True if a descendant of `pid` has a TCP socket of its own in state LISTEN.
 pub(crate) fn listens(pid: u32) -> bool {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     children.split_whitespace().filter_map(|c| c.parse().ok()).any(|c: u32| {

@@ -1,8 +1,8 @@
-//! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `vm` does so in virtual
-//! machines, `bench` measures, `attack` does harm.
+//! `cargo xtask`: the project's own commands. `demo` shows programs, `test` checks everything, `vm` does so in virtual
+//! machines, `bench` measures, `attack` tries attacks.
 //!
-//! Of the workspace it depends on the simulation kit, for `sim`, and on the messages of a fleet, for the hosts of `page`; for everything
-//! else it uses the built programs as a user would.
+//! Of the workspace it depends on the simulation kit, for `sim`, and on the messages of a fleet, for the hosts of
+//! `page`. For everything else it uses the built programs as a user would.
 
 mod attack;
 mod bench;
@@ -51,8 +51,8 @@ enum Command {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
-    /// Simulate hosts and a network that loses, doubles and reorders packets, with random traffic; programs that must see the same on one
-    /// host and on two; or a fleet with its control centres
+    /// Simulate hosts and a network that loses, duplicates and reorders packets, with random traffic; programs that
+    /// must have the same results on one host and on two; or a fleet with its control centres
     #[command(
         after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again\n  cargo xtask sim --differ --seeds 5000      the same programs on one host and on two, and nothing else\n  cargo xtask sim --fleet --seeds 1000       hosts, centres and their store, with crashes and partitions"
     )]
@@ -70,14 +70,14 @@ enum Command {
         /// The simulation of a fleet
         #[arg(long, conflicts_with = "differ")]
         fleet: bool,
-        /// Only programs on one host and on two: what they see must be the same
+        /// Only programs on one host and on two, which must have the same results
         #[arg(long)]
         differ: bool,
     },
     /// Measure a control centre with a thousand hosts and 100,000 vRNICs: time, memory, and bytes for each kind of change
     Scale(scale::Scale),
-    /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
-    /// is given back
+    /// Try every known attack, with victims in the attacker's group and in another one: performance of the victims,
+    /// survival of processes, and release of resources
     #[command(
         after_help = "Examples:\n  cargo xtask attack                          about 25 minutes\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --only guest --runs 1 --seconds 600\n  cargo xtask attack --json > attack.json\n  cargo xtask attack --matrix --runs 1        the published matrices: what is left to victims beside each attacker\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim waits more than a second for a WRITE, if descriptors, mappings or memory are not given back, or, on four cores and\nmore, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the attacker's).\nOn fewer cores p50 and bandwidth may be 3 times worse (2 times in another group), or 1.2 times worse than beside a program that only
 computes, whichever is worse, and p99 counts in another group only, from 1 ms on."
@@ -92,14 +92,14 @@ computes, whichever is worse, and p99 counts in another group only, from 1 ms on
         /// How often each attack is tried; medians count
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         runs: u32,
-        /// How long each attack goes on before the victims measure
+        /// Seconds for which each attack runs before the victims measure
         #[arg(long, value_name = "N", default_value_t = 0)]
         seconds: u64,
         /// Print the attacks' names and what they do
         #[arg(long, exclusive = true)]
         list: bool,
-        /// Print the matrices that the field has published (Husky, HT-Verbs): for each attacker, what is left to three kinds of victims, as
-        /// a table in Markdown; ratios decide nothing
+        /// Print the published matrices (Husky, HT-Verbs): for each attacker, the performance that remains for three
+        /// kinds of victims, as a table in Markdown; ratios do not fail the run
         #[arg(long, conflicts_with = "seconds")]
         matrix: bool,
     },
@@ -116,20 +116,20 @@ computes, whichever is worse, and p99 counts in another group only, from 1 ms on
         after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm --kernel unstable            the newest kernel that Debian has, which is downloaded first\n  cargo xtask vm --rounds 50 --only again     reloads and restarts, 50 times each\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
     )]
     Vm {
-        /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for that of Debian's unstable release
+        /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for the kernel of Debian's unstable release
         #[arg(long, value_name = "RELEASE")]
         kernel: Option<String>,
         /// Only the tests whose name contains this
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
-        /// How often each guest starts again, and loads its driver again, while peers are connected; a hostile process goes on for
-        /// four seconds each round
+        /// How often each guest restarts, and reloads its driver, while peers are connected; a hostile process runs for
+        /// four seconds in each round
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
         rounds: u32,
         /// Start a guest and take the terminal as its console
         #[arg(long, conflicts_with_all = ["only", "command"])]
         shell: bool,
-        /// Download and build what guests are made of, and start none
+        /// Download and build the parts of guests, and start none
         #[arg(long, conflicts_with_all = ["only", "shell", "command"])]
         build: bool,
         /// Run rdma-core's own tests in guests, on a vRNIC and on the kernel's own soft RNIC; with --only, on the vRNIC alone
@@ -144,13 +144,13 @@ computes, whichever is worse, and p99 counts in another group only, from 1 ms on
         after_help = "Examples:\n  cargo xtask page                      all checks; the pictures are in target/page\n  cargo xtask page --stay               a fleet to look at, until interrupted"
     )]
     Page {
-        /// Where pictures go
+        /// Directory of the pictures
         #[arg(long, value_name = "DIR", default_value = "target/page")]
         out: std::path::PathBuf,
         /// Only the checks whose name contains this
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
-        /// Start the fleet, say where its page is, and check nothing
+        /// Start the fleet, print the address of its page, and check nothing
         #[arg(long, conflicts_with = "only")]
         stay: bool,
         /// Do not build `unirdma` first
@@ -177,7 +177,7 @@ enum Test {
         after_help = "Examples:\n  cargo xtask test memory\n  cargo xtask test memory --only memory-fork\n  cargo xtask test memory --only memory-random --seed 1234 --seconds 0"
     )]
     Memory {
-        /// How long; the seed that runs then is finished
+        /// Seconds; the current seed is finished
         #[arg(long, value_name = "N", default_value_t = 600)]
         seconds: u64,
         /// The first seed of the random sequences
@@ -193,7 +193,7 @@ enum Test {
         /// How many vRNICs
         #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(8..=50_000))]
         calls: u32,
-        /// How long etcd is away, each time
+        /// Seconds for which etcd is away, each time
         #[arg(long, value_name = "N", default_value_t = 30)]
         seconds: u64,
     },
@@ -201,8 +201,8 @@ enum Test {
 
 #[derive(Subcommand)]
 enum Bench {
-    /// Latency, bandwidth and message rate of this tree beside those of another commit, measured in turn; with root also
-    /// between two hosts
+    /// Latency, bandwidth and message rate of this tree and of another commit, measured in turn; with root also between
+    /// two hosts
     #[command(
         after_help = "Examples:\n  cargo xtask bench ab main\n  cargo xtask bench ab HEAD~3 --runs 9 --only latency\n  cargo xtask bench ab v0.1 --only wire --json > ab.json\n\nThe other commit is built in target/ab. How far apart two builds of one commit are on this machine: cargo xtask bench ab HEAD"
     )]
@@ -219,8 +219,8 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Programs as the field has them, on cores that computing threads use too: how fast they are, beside TCP and beside what the
-    /// machine allows
+    /// Typical programs, on cores that computing threads use too: their speed relative to TCP and to the limits of the
+    /// machine
     #[command(
         after_help = "Examples:\n  cargo xtask bench busy\n  cargo xtask bench busy --only sync --runs 5\n  cargo xtask bench busy --json > busy.json\n\nThe programs are sync, stall, relay-2, relay-3, requests-1 and requests-64. Each is measured beside no threads, one for each core, and\none more, that compute."
     )]
@@ -235,8 +235,8 @@ enum Bench {
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         runs: u32,
     },
-    /// Latency and bandwidth between two hosts joined by a veth pair, beside TCP over the same pair, and in one virtual machine
-    /// beside the kernel's soft RDMA devices, rxe and siw; needs root
+    /// Latency and bandwidth between two hosts joined by a veth pair, relative to TCP over the same pair, and in one
+    /// virtual machine relative to the kernel's soft RDMA devices, rxe and siw; needs root
     #[command(
         after_help = "Examples:\n  cargo xtask bench wire\n  cargo xtask bench wire --only guest\n  cargo xtask bench wire --json > wire.json"
     )]
@@ -261,9 +261,9 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
-    /// fails if one slows them down more than 1.5 times as much (on four cores and more; limits are coarser on fewer), or leaves them
-    /// without an answer. Then, as root, limits that a control centre sets: how exactly they hold
+    /// Latency and bandwidth of two programs beside an honest neighbour, and during attacks by a neighbour; fails if an
+    /// attack slows them down more than 1.5 times as much (on four cores and more; limits are coarser on fewer), or
+    /// leaves them without an answer. Then, as root, how exactly the limits of a control centre hold
     #[command(
         after_help = "Examples:\n  cargo xtask bench isolation\n  cargo xtask bench isolation --only rnr --runs 5\n  cargo xtask bench isolation --json > isolation.json"
     )]
@@ -278,14 +278,15 @@ enum Bench {
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         runs: u32,
     },
-    /// What the way of an application's memory costs: programs with threads, MPI, registration, fork
+    /// The cost of each way of an application's memory: programs with threads, MPI, registration, fork
     #[command(after_help = "Examples:\n  cargo xtask bench memory\n  cargo xtask bench memory --json > memory.json")]
     Memory {
         /// Print JSON instead of a table
         #[arg(long)]
         json: bool,
     },
-    /// Latency, bandwidth, processor time and events between two containers of this host, beside TCP loopback and memcpy
+    /// Latency, bandwidth, processor time and events between two containers of this host, relative to TCP loopback and
+    /// memcpy
     #[command(
         after_help = "Examples:\n  cargo xtask bench local\n  cargo xtask bench local --json > local.json\n  cargo xtask bench local --svg local.svg"
     )]
@@ -297,8 +298,8 @@ enum Bench {
         #[arg(long, value_name = "FILE", default_value = "target/bench-local.svg")]
         svg: std::path::PathBuf,
     },
-    /// Operations, bandwidth, registration and notifications of a guest's vRNIC, beside the kernel's soft RNIC and TCP in the same guest,
-    /// and beside containers; needs root
+    /// Operations, bandwidth, registration and notifications of a guest's vRNIC, relative to the kernel's soft RNIC and
+    /// TCP in the same guest, and to containers; needs root
     #[command(
         after_help = "Examples:\n  cargo xtask bench vm\n  cargo xtask bench vm --kernel 6.1 --runs 5\n  cargo xtask bench vm --json > vm.json\n\nWhat the guest is made of is downloaded once, into target/vm. QEMU emulates its processors, so ratios within the guest say more than\nthose to containers."
     )]
@@ -306,14 +307,14 @@ enum Bench {
         /// Print JSON instead of tables
         #[arg(long)]
         json: bool,
-        /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for that of Debian's unstable release
+        /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for the kernel of Debian's unstable release
         #[arg(long, value_name = "RELEASE")]
         kernel: Option<String>,
         /// How often each figure is measured; medians count
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         runs: u32,
     },
-    /// What a worker for each group costs, how soon a killed one is back, and how busy groups share out the cores
+    /// The cost of a worker for each group, the time to replace a killed one, and how busy groups share the cores
     #[command(
         after_help = "Examples:\n  cargo xtask bench workers\n  cargo xtask bench workers --groups 1000 --busy 0\n  cargo xtask bench workers --json > workers.json"
     )]

@@ -1,9 +1,10 @@
-//! `cargo xtask test memory`: what programs see of their own memory, with a vRNIC and without one.
+//! `cargo xtask test memory`: compares the view that programs have of their own memory, with a vRNIC and without one.
 //!
 //! Each case of the C programs `memory-*.c` runs on private memory without a vRNIC, with `UNIRDMA_MR=copy`, with
-//! `UNIRDMA_MR=share`, and as everybody runs programs. The lines that it prints must be the same, but for the differences that [`ALLOWED`] lists. Then
-//! `memory-random` does random things to memory of which it knows every byte, under several allocators. As root all of this runs
-//! twice, the second time as an ordinary user, since the ways of memory are not the same for both.
+//! `UNIRDMA_MR=share`, and with the default. The lines that it prints must be the same, except for the differences that
+//! [`ALLOWED`] lists. Then `memory-random` does random operations on memory of which it knows every byte, under several
+//! allocators. As root all of this runs twice, the second time as an ordinary user, because the ways of memory differ
+//! for root and users.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use crate::packages;
 use crate::suite::{Suite, own_user};
 use crate::{Result, suite};
 
-/// How memory is registered: what is shown, the environment, and the vRNIC that the programs use.
+/// Ways of registering memory: name, environment, and the vRNIC that the programs use.
 const WAYS: [(&str, &str, &str); 3] = [
     ("copy", "UNIRDMA_MR=copy", "memory-copy"),
     ("share", "UNIRDMA_MR=share", "memory-share"),
@@ -21,10 +22,10 @@ const WAYS: [(&str, &str, &str); 3] = [
 ];
 /// The container of programs without a vRNIC.
 const PRIVATE: &str = "memory-private";
-/// Where pages may be moved.
+/// The ways that may move pages.
 const MOVED: &[&str] = &["share", "default"];
 
-/// Programs with cases, and what they are linked with.
+/// Programs with cases, and their libraries.
 const PROGRAMS: [(&str, &[&str]); 5] = [
     ("memory-return", &["-libverbs", "-pthread"]),
     ("memory-registered", &["-libverbs", "-pthread"]),
@@ -33,17 +34,17 @@ const PROGRAMS: [(&str, &[&str]); 5] = [
     ("memory-limits", &["-libverbs", "-lrdmacm", "-pthread"]),
 ];
 
-/// A line that may be another one than on private memory.
+/// A line that may differ from the line on private memory.
 struct Allowed {
     program: &'static str,
     case: &'static str,
-    /// Of [`WAYS`].
+    /// Names in [`WAYS`].
     ways: &'static [&'static str],
-    /// How the line begins on private memory.
+    /// Beginning of the line on private memory.
     private: &'static str,
-    /// How it may begin instead.
+    /// Beginning that it may have instead.
     instead: &'static str,
-    /// Why. ARCHITECTURE.md says the same to users.
+    /// The reason. ARCHITECTURE.md tells it to users.
     reason: &'static str,
 }
 
@@ -176,7 +177,7 @@ const ALLOWED: &[Allowed] = &[
     },
 ];
 
-/// Lines that are wrong, or nothing.
+/// Returns the lines that are wrong. Empty if there are none.
 fn compare(program: &str, case: &str, way: &str, private: &str, seen: &str) -> String {
     let (mut a, mut b) = (private.lines(), seen.lines());
     let mut wrong = String::new();
@@ -197,7 +198,7 @@ fn compare(program: &str, case: &str, way: &str, private: &str, seen: &str) -> S
     }
 }
 
-/// What a case has printed, and how it ended if not well.
+/// Output of a case, and its exit status unless it succeeded.
 fn lines(o: &Output) -> String {
     match o.code {
         Some(0) => o.text.clone(),
@@ -206,7 +207,7 @@ fn lines(o: &Output) -> String {
     }
 }
 
-/// Nothing may be wrong. Of much that is, the first lines are enough.
+/// Fails if `wrong` has any lines, with the first of them.
 fn none(wrong: &str) -> Result<()> {
     const ENOUGH: usize = 30;
     let left = wrong.lines().count().saturating_sub(ENOUGH);
@@ -217,13 +218,13 @@ fn none(wrong: &str) -> Result<()> {
     }
 }
 
-/// Whose programs run, with a vRNIC for each of [`WAYS`] and [`PRIVATE`].
+/// The lab in which programs run. It has a vRNIC for each of [`WAYS`] and [`PRIVATE`].
 pub(crate) struct Place<'a> {
     pub name: &'static str,
     pub lab: &'a Lab,
 }
 
-/// Runs a command on private memory, and each of [`WAYS`], all at the same time.
+/// Runs a command on private memory and in each of [`WAYS`], all at the same time.
 fn each(lab: &Lab, command: &str) -> Result<(Output, Vec<(&'static str, Output)>)> {
     let private = lab.spawn(PRIVATE, &[], &format!("timeout -s KILL 60 {command} private"))?;
     let start = |(way, environment, vrnic): (&'static str, &str, &str)| {
@@ -250,7 +251,7 @@ fn cases(exe: &str) -> Result<Vec<String>> {
 
 /// All cases of all programs.
 fn compare_cases(s: &mut Suite<'_>, place: &Place<'_>) {
-    // Nothing is compiled for tests that are left out.
+    // Programs of tests that are not wanted are not compiled.
     let named = PROGRAMS.iter().map(|p| p.0).find(|p| s.only().is_some_and(|o| o.contains(p)));
     for (program, libraries) in PROGRAMS {
         if named.is_some_and(|n| n != program) || s.only().is_some_and(|o| o.contains("memory-random")) {
@@ -272,12 +273,12 @@ fn compare_cases(s: &mut Suite<'_>, place: &Place<'_>) {
     s.check(&format!("memory, {}: sanitizers and valgrind", place.name), |_| sanitizers(place.lab));
 }
 
-/// What a program has printed, without valgrind's notes about system calls that it does not know.
+/// Output of a program, without valgrind's notes about system calls that it does not know.
 fn without_notes(o: &Output) -> String {
     lines(o).lines().filter(|l| !l.starts_with("--")).map(|l| format!("{l}\n")).collect()
 }
 
-/// A small program, built and run in the ways in which programmers look for errors.
+/// Builds and runs a small program with the tools by which programmers look for errors.
 fn sanitizers(lab: &Lab) -> Result<()> {
     let libraries = ["-libverbs", "-pthread"];
     let plain = suite::compile(lab, "memory-small", &libraries)?;
@@ -319,14 +320,14 @@ fn allocators() -> Vec<(&'static str, Option<String>)> {
     ]
 }
 
-/// One random sequence with each allocator in each way.
+/// Runs one random sequence with each allocator in each way.
 fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
     let mut exe = None;
     for (allocator, library) in allocators() {
         s.check(&format!("memory, {}: memory-random {seed} {steps}, {allocator}", place.name), |_| {
             let compile = || suite::compile(place.lab, "memory-random", &["-libverbs", "-pthread"]);
             let exe = exe.get_or_insert_with(compile).as_deref().map_err(|e| (*e).to_string())?;
-            // Preloaded for the program itself only: `timeout` would have it otherwise, and hold on to it.
+            // Preloaded for the program only. Otherwise `timeout` would load it too, and keep its descriptors.
             let preload = library.map_or_else(String::new, |l| {
                 if Path::new(&l).exists() { format!("env LD_PRELOAD={l} ") } else { "no-such-allocator ".into() }
             });
@@ -345,9 +346,9 @@ fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
 const SEEDS: [u64; 2] = [1, 4];
 const STEPS: u32 = 4000;
 
-/// What is part of every test run. `here` is this user's lab.
+/// The tests that are part of every test run. `here` is this user's lab.
 pub(crate) fn fixed(s: &mut Suite<'_>, here: &Lab) {
-    // A name that has nothing to do with memory: the labs are not needed.
+    // The filter matches no memory test, so the labs are not needed.
     if s.only().is_some_and(|o| !o.contains("memory") && !"memory, root: ordinary user: ".contains(o)) {
         return;
     }
@@ -381,7 +382,7 @@ fn ordinary() -> Result<Lab> {
     Ok(lab)
 }
 
-/// `cargo xtask test memory`: the cases, then random sequences from `seed` on for as long as there is time.
+/// `cargo xtask test memory`: the cases, then random sequences from `seed` on until the time is over.
 pub(crate) fn run(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
     let end = Instant::now() + Duration::from_secs(seconds);
     packages::ensure(&[packages::RUN, packages::MEMORY])?;

@@ -1,10 +1,10 @@
-//! Debian packages that the commands use; installed when they are missing.
+//! Debian packages that the commands use. Missing ones are installed.
 
 use std::process::{Command, Stdio};
 
 use crate::{Result, lab};
 
-/// Where Debian has libraries of this architecture.
+/// Debian's library directory for this architecture.
 #[cfg(target_arch = "aarch64")]
 macro_rules! library {
     ($name:literal) => {
@@ -21,7 +21,7 @@ macro_rules! library {
 /// (a file that shows that the package is there, package).
 type Needed = &'static [(&'static str, &'static str)];
 
-/// What running programs in containers takes.
+/// Packages for running programs in containers.
 pub(crate) const RUN: Needed = &[
     ("/usr/bin/ib_write_bw", "perftest"),
     ("/usr/bin/ibv_rc_pingpong", "ibverbs-utils"),
@@ -31,7 +31,7 @@ pub(crate) const RUN: Needed = &[
     ("/usr/bin/setpriv", "util-linux"),
 ];
 
-/// What the tests take beside that.
+/// Further packages for the tests.
 pub(crate) const TEST: Needed = &[
     ("/usr/bin/tshark", "tshark"),
     ("/usr/bin/rping", "rdmacm-utils"),
@@ -65,14 +65,14 @@ pub(crate) const TEST: Needed = &[
     ("/usr/sbin/runc", "runc"),
 ];
 
-/// What looking at the control centre's page takes.
+/// Packages for looking at the control centre's page.
 pub(crate) const PAGE: Needed = &[
     ("/usr/bin/chromium", "chromium"),
     ("/usr/bin/certutil", "libnss3-tools"),
     ("/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf", "fonts-dejavu-core"),
 ];
 
-/// What the comparison of memory takes.
+/// Packages for the comparison of memory.
 pub(crate) const MEMORY: Needed = &[
     ("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
     ("/usr/bin/valgrind", "valgrind"),
@@ -85,13 +85,13 @@ pub(crate) const MEMORY: Needed = &[
 /// OpenMPI with a bandwidth test.
 pub(crate) const MPI: Needed = &[("/usr/bin/mpirun", "openmpi-bin"), ("/usr/bin/NPopenmpi", "netpipe-openmpi")];
 
-/// What building a kernel module takes.
+/// Packages for building a kernel module.
 pub(crate) const BUILD: Needed = &[("/usr/bin/make", "make"), ("/usr/bin/gcc", "gcc")];
 
-/// Installs what is missing, through sudo if this is not root.
+/// Installs missing packages, through sudo unless this is root.
 ///
 /// # Errors
-/// What to install by hand.
+/// The packages to install by hand.
 pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().copied().flatten().filter(|(f, _)| !std::path::Path::new(f).exists()).map(|p| p.1).collect();
@@ -114,7 +114,7 @@ pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
     if apt(&args) { Ok(()) } else { Err(format!("please install as root: apt-get install {}", missing.join(" "))) }
 }
 
-/// Where this machine gets Debian's packages from.
+/// The mirror from which this machine gets Debian's packages.
 pub(crate) fn mirror() -> String {
     let mut c = Command::new("apt-get");
     c.args(["indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]);

@@ -1,11 +1,11 @@
-//! `cargo xtask scale`: many hosts at one real control centre. The example `scale` of `unirdma-cli` is the hosts, and measures; the centre is
-//! `unirdma control`, as it is released.
+//! `cargo xtask scale`: many hosts at one real control centre. The example `scale` of `unirdma-cli` plays the hosts and
+//! measures. The centre is `unirdma control` as it is released.
 
 use std::process::Command;
 
 use crate::{Result, lab};
 
-/// What is measured.
+/// Arguments of `cargo xtask scale`.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  cargo xtask scale                                   some minutes, and 7 GiB of memory\n  cargo xtask scale --hosts 100 --vrnics 10000\n  cargo xtask scale --groups 1000 --json > scale.json\n\nIt fails, with the exit code 1, if a host does not have exactly what it must have, if 99 of 100 moves take more than 100 ms until all\nhosts concerned know them, if a host is sent more than 10 KiB for a change, if a host is told of what does not concern it, or if one is\ntold everything that it has already. A host to which the group is new is told all of the group; that is shown beside it."

@@ -1,4 +1,5 @@
-//! `cargo xtask sim`: the simulations of the kit, seed by seed: of the RNIC, and of a fleet with its control centres.
+//! `cargo xtask sim`: runs the simulations of the kit for many seeds: of the RNIC, and of a fleet with its control
+//! centres.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,7 +7,7 @@ use std::{panic, process};
 
 use unirdma_simkit::{connection, differ, fabric, fleet};
 
-/// Calls `run` with each of these seeds. What finds something wrong panics; then the process says how to repeat the seed, and fails.
+/// Calls `run` with each of these seeds. If `run` panics, prints how to repeat the seed, and fails.
 fn each(first: u64, seeds: u64, options: String, mut run: impl FnMut(u64)) {
     let current = Arc::new(AtomicU64::new(first));
     let (default, failed) = (panic::take_hook(), current.clone());
@@ -38,7 +39,7 @@ pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
     println!("{caught} corrupted packets were recognized, {heard} multicast messages heard, {moves} vRNICs moved");
 }
 
-/// Runs programs on one host and on two, which must not show them a difference.
+/// Runs programs on one host and on two, which must have the same results.
 pub(crate) fn run_differ(first: u64, seeds: u64, steps: u64) {
     let mut all = differ::Report::default();
     each(first, seeds, format!(" --steps {steps} --differ"), |seed| all.add(&differ::run(seed, steps)));

@@ -9,7 +9,7 @@ use crate::vm::{Kernel, Parts, failed, run};
 /// The module for this machine's kernel, built if it is not there yet.
 ///
 /// # Errors
-/// What could not be downloaded or built.
+/// The step that failed.
 pub(crate) fn module(parts: &Parts, kernel: &Kernel) -> Result<PathBuf> {
     let headers = parts.headers_here(&kernel.version)?;
     let dir = parts.dir().join(format!("siw-{}", kernel.version));

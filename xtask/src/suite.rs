@@ -30,10 +30,10 @@ pub(crate) use sandbox::escape;
 
 type Check = Result<()>;
 
-/// So many tests that took longest are named at the end.
+/// Number of slowest tests that are listed at the end.
 const LONGEST: usize = 20;
 
-/// Waits for something, up to 10 s.
+/// Waits up to 10 s until `is_so` returns true.
 fn wait_until(is_so: impl FnMut() -> bool, otherwise: &str) -> Check {
     lab::wait_until(Duration::from_secs(10), is_so, otherwise)
 }
@@ -43,7 +43,7 @@ fn wait_for(r: &lab::Running, text: &str) -> Check {
     wait_until(|| r.text().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", r.text()))
 }
 
-/// A container that does nothing. Its interface is there.
+/// Starts a container that does nothing. Returns when its interface exists.
 fn idle(lab: &Lab, vrnic: &str) -> Result<lab::Running> {
     let container = lab.spawn(vrnic, &[], "sh -c 'echo begun; sleep 60'")?;
     wait_for(&container, "begun")?;
@@ -54,9 +54,9 @@ pub(crate) struct Suite<'a> {
     lab: &'a Lab,
     only: Option<&'a str>,
     passed: u32,
-    /// Names of the tests that failed, and why.
+    /// Names of the failed tests, and their errors.
     failed: Vec<(String, String)>,
-    /// How long each test took.
+    /// Duration of each test.
     took: Vec<(Duration, String)>,
 }
 
@@ -66,15 +66,15 @@ impl<'a> Suite<'a> {
         Suite { lab, only, passed: 0, failed: Vec::new(), took: Vec::new() }
     }
 
-    /// What names must contain.
+    /// The text that names of tests must contain.
     pub fn only(&self) -> Option<&'a str> {
         self.only
     }
 
-    /// Prints what has failed once more, and the closing line.
+    /// Prints the failures once more, and the closing line.
     ///
     /// # Errors
-    /// Some tests failed.
+    /// If some tests failed.
     pub fn close(mut self) -> Result<()> {
         if self.took.len() > LONGEST {
             self.took.sort_by(|a, b| b.cmp(a));
@@ -91,12 +91,12 @@ impl<'a> Suite<'a> {
         if failed == 0 { Ok(()) } else { Err(format!("{failed} black-box tests failed")) }
     }
 
-    /// True if a test of this name is not left out.
+    /// True if a test of this name is wanted.
     fn wants(&self, name: &str) -> bool {
         self.only.is_none_or(|o| name.contains(o))
     }
 
-    /// Runs a test, unless it is left out.
+    /// Runs a test if it is wanted.
     pub fn check(&mut self, name: &str, f: impl FnOnce(&Lab) -> Check) {
         if !self.wants(name) {
             return;
@@ -116,7 +116,7 @@ impl<'a> Suite<'a> {
         }
     }
 
-    /// The same program in both containers; both must end well.
+    /// Checks that the same program succeeds in both containers.
     fn pair(&mut self, command: &str) {
         self.check(command, |lab| {
             both_end_well(lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?)
@@ -131,12 +131,13 @@ fn both_end_well((s, c): (Output, Output)) -> Check {
     require(s.ok() && c.ok() && !seen, text)
 }
 
-/// True for programs that wait for ever if the network loses one of their messages.
+/// True for programs that wait for ever if the network loses a message.
 fn is_unreliable(program: &str) -> bool {
     ["-c UC", "_uc_"].iter().any(|u| program.contains(u)) || is_of_datagrams(program)
 }
 
-/// True for programs of UD. Unlike that of an unreliable connection, nothing holds the sender of datagrams back.
+/// True for programs that use UD. Nothing slows down the sender of datagrams, unlike the sender on an unreliable
+/// connection.
 fn is_of_datagrams(program: &str) -> bool {
     ["-c UD", "_ud_"].iter().any(|u| program.contains(u))
 }
@@ -162,8 +163,9 @@ fn programs() -> Vec<String> {
     let each = |v: &mut Vec<String>, program: &str, options: &[&str]| {
         v.extend(options.iter().map(|o| format!("{program} {o}").trim_end().to_string()));
     };
-    // perftest itself refuses -e on WRITE, -a on atomics, and -b and -q on latency tests. Without -C it measures the clock of the
-    // processor for each size, for a fifth of a second; and its peaks take time by the square of the number of messages.
+    // perftest itself refuses -e on WRITE, -a on atomics, and -b and -q on latency tests. Without -C it measures the
+    // processor's clock for a fifth of a second for each size, and the search for its peaks takes time quadratic in the
+    // number of messages.
     each(
         &mut v,
         "ib_write_bw",
@@ -182,7 +184,7 @@ fn programs() -> Vec<String> {
     each(&mut v, "ib_write_lat -c UC", &["", "-a -C -n 20"]);
     each(&mut v, "ib_send_bw -c UC", &["", "-q 8"]);
     each(&mut v, "ib_send_lat -c UC", &["", "-e"]);
-    // All of them should fit into a socket's buffer, since nothing holds their sender back.
+    // All of them should fit into a socket's buffer, because nothing slows down their sender.
     each(&mut v, "ib_send_bw -c UD", &["", "-e", "-q 8 -n 300", "--use-srq"]);
     each(&mut v, "ibv_srq_pingpong -g 0", &["", "-e", "-c -q 4"]);
     each(&mut v, "ibv_xsrq_pingpong -g 0", &["", "-e"]);
@@ -241,7 +243,7 @@ fn connections(s: &mut Suite<'_>) {
         });
     }
     s.check("other projects: iperf3 over rsockets", |lab| {
-        // Nobody has this address for TCP.
+        // No interface has this address for TCP.
         let preload =
             format!("env LD_PRELOAD=/usr/lib/{}-linux-gnu/rsocket/librspreload.so iperf3", std::env::consts::ARCH);
         let (server, client) = (format!("{preload} -s -1 -4"), format!("{preload} -4 -t 1 -c 10.0.0.1"));
@@ -266,7 +268,7 @@ fn connections(s: &mut Suite<'_>) {
         server.kill();
         server.finish();
         let o = client.finish();
-        // By the event, or by the request that was under way, whichever it sees first.
+        // The program learns of it by the event, or by the request in progress, whichever it sees first.
         let told = ["DISCONNECT EVENT", "cq completion failed"].iter().any(|t| o.text.contains(t));
         require(o.code.is_some_and(|c| c != 124) && told, format!("{:?} {}", o.code, o.text))
     });
@@ -294,7 +296,7 @@ fn connections(s: &mut Suite<'_>) {
     });
 }
 
-/// A member of a multicast group, and one that sends to it.
+/// Runs a member of a multicast group, and a program that sends to the group.
 fn multicast(here: &Lab, there: &Lab) -> Check {
     let member = here.spawn("a", &[], "timeout 40 stdbuf -oL mckey -m 239.1.1.1 -b 10.0.0.1")?;
     for _ in 0..1500 {
@@ -307,7 +309,7 @@ fn multicast(here: &Lab, there: &Lab) -> Check {
     both_end_well((member.finish(), sender))
 }
 
-/// Datagrams of rsockets. The server serves for ever.
+/// Checks datagrams of rsockets. The server never ends by itself.
 fn udpong(here: &Lab, there: &Lab, address: &str) -> Check {
     let mut server = here.spawn("a", &[], &format!("udpong -b {address}"))?;
     require(server.wait_listening(|| here.rdma_listens("a")), "the server does not listen")?;
@@ -317,7 +319,7 @@ fn udpong(here: &Lab, there: &Lab, address: &str) -> Check {
     }
     server.kill();
     server.finish();
-    // Who has found the server before would wait for it in vain.
+    // A client that found the previous server would wait for its answer for ever.
     for _ in 0..100 {
         if !here.rdma_listens("a") {
             break;
@@ -334,7 +336,8 @@ fn ucx(here: &Lab, there: &Lab, transport: &str, test: &str) -> Check {
     both_end_well(here.pair_with(there, ("a", &env), ("b", &client), &[])?)
 }
 
-/// One line on standard error that contains `text`, and an exit code that is not 0.
+/// Checks that a command failed with one line on standard error that contains `text`, and with an exit code that is not
+/// 0.
 fn refused(o: &Output, text: &str) -> Check {
     let one_line = o.text.trim_end().lines().count() == 1;
     require(
@@ -382,7 +385,7 @@ fn wrong_input(s: &mut Suite<'_>) {
     });
 }
 
-/// What `unirdma vrnic show` says of a vRNIC under this name, a text.
+/// The text under this name in the output of `unirdma vrnic show`.
 fn said(lab: &Lab, vrnic: &str, name: &str) -> Result<String> {
     let o = lab.unirdma(&["vrnic", "show", vrnic, "--json"]);
     let info: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
@@ -453,7 +456,7 @@ fn refusals(s: &mut Suite<'_>) {
     });
 }
 
-/// Seeds of the program that makes random calls, and how many it makes with each.
+/// Seeds of the program that makes random calls, and its number of calls with each.
 const RANDOM_SEEDS: std::ops::RangeInclusive<u64> = 1..=4;
 const RANDOM_STEPS: u32 = 5000;
 
@@ -473,8 +476,8 @@ pub(crate) fn compile_as(lab: &Lab, name: &str, exe: &str, libraries: &[&str]) -
     Ok(exe.display().to_string())
 }
 
-/// C programs of ours: one loads the library as UCX and Python do and uses it from many threads, one uses queues in all ways, one
-/// matches tags, one calls all of it with random arguments.
+/// Our C programs: one loads the library as UCX and Python do and uses it from many threads, one uses queues in all
+/// ways, one matches tags, one calls all functions with random arguments.
 fn c_program(s: &mut Suite<'_>) {
     s.check("dlopen, threads, fork (C program)", |lab| {
         let exe = compile(lab, "verbs-threads", &["-ldl", "-pthread"])?;
@@ -531,7 +534,8 @@ fn c_program(s: &mut Suite<'_>) {
     });
 }
 
-/// Captures while `f` runs, and lets Wireshark's dissectors read it: how many packets, none of them malformed.
+/// Captures while `f` runs, and checks by Wireshark's dissectors that no packet is malformed. Returns the number of
+/// packets.
 fn capture(lab: &Lab, f: impl FnOnce() -> Check) -> Result<usize> {
     let file = lab.dir.join("capture.pcap");
     let file = file.display().to_string();
@@ -544,7 +548,7 @@ fn capture(lab: &Lab, f: impl FnOnce() -> Check) -> Result<usize> {
     let count = o.text.split_whitespace().nth(1).and_then(|n| n.parse::<usize>().ok());
     let count = count.filter(|_| o.ok() && o.text.contains(" 0 lost")).ok_or(o.text)?;
     let read = |filter: &str| -> Result<usize> {
-        // That dissector guesses a protocol above RDMA from a payload that has none.
+        // That dissector takes payload for a protocol above RDMA that is not there.
         let args = ["-n", "-r", &file, "--disable-protocol", "rpcordma", "-Y", filter];
         let o = std::process::Command::new("tshark").args(args).output().map_err(|e| format!("tshark: {e}"))?;
         if o.status.success() {
@@ -646,7 +650,8 @@ fn own_labs(s: &mut Suite<'_>) {
     });
 }
 
-/// Each line of `hot.txt` names functions, and they are in one place. Another compiler may have inlined some of them.
+/// Checks that the functions in each line of `hot.txt` lie close together. Another compiler may have inlined some of
+/// them.
 fn functions_lie_together() -> Check {
     const PLACE_BYTES: u64 = 512 << 10;
     let list = std::fs::read_to_string(lab::root().join("crates/cli/hot.txt")).map_err(|e| e.to_string())?;
@@ -678,7 +683,7 @@ fn functions_lie_together() -> Check {
     )
 }
 
-/// Three hosts with a control centre.
+/// Tests with three hosts and a control centre.
 fn fleet(s: &mut Suite<'_>) {
     if lab::uid() != 0 {
         println!("skipped: a fleet (network namespaces need root)");
@@ -687,13 +692,14 @@ fn fleet(s: &mut Suite<'_>) {
     s.check("fleet: three hosts, three groups, all pairs, by the rules and after they change", |_| cluster::check(3));
 }
 
-/// For programs of unreliable transports that speak to another implementation or from a guest. A receiver that does not get its turn on a
-/// processor for some milliseconds loses packets, and such a program then waits for them until its time is up.
+/// Runs a program over an unreliable transport that talks to another implementation or runs in a guest, up to six
+/// times. A receiver that gets no core for some milliseconds loses packets, and such a program then waits for them
+/// until its time is over.
 fn one_try_of_many(run: impl Fn() -> Check) -> Check {
     (1..6).fold(run(), |last, _| last.or_else(|_| run()))
 }
 
-/// Datagrams that the two hosts have lost, as UD allows: for want of room in a socket, or of a receive.
+/// Number of datagrams that the two hosts have lost, as UD allows: because a socket or a receive queue was full.
 fn lost_datagrams(two: &TwoHosts) -> u64 {
     let sockets = |host: usize| {
         let tables = ["netns", "exec", two.netns(host), "cat", "/proc/net/udp", "/proc/net/udp6"];
@@ -708,7 +714,8 @@ fn lost_datagrams(two: &TwoHosts) -> u64 {
     sockets(0) + sockets(1) + two.labs.iter().zip(["a", "b"]).map(receives).sum::<u64>()
 }
 
-/// A program of datagrams between two hosts. It has another try only if the last one has lost datagrams, and has said so.
+/// Runs a program that uses UD between two hosts. It is repeated only if datagrams were lost and the program has
+/// reported that.
 fn unless_datagrams_are_lost(two: &TwoHosts, run: impl Fn() -> Check) -> Check {
     let mut result = Ok(());
     for _ in 0..6 {
@@ -721,7 +728,7 @@ fn unless_datagrams_are_lost(two: &TwoHosts, run: impl Fn() -> Check) -> Check {
     result
 }
 
-/// Two hosts joined by a network: all programs, bad networks, wrong input.
+/// Tests with two hosts joined by a network: all programs, bad networks, wrong input.
 fn wire(s: &mut Suite<'_>) {
     if lab::uid() != 0 {
         println!("skipped: two hosts (network namespaces need root)");
@@ -825,7 +832,7 @@ fn wire(s: &mut Suite<'_>) {
     wire_wrong_input(s);
 }
 
-/// Packets came in, and there was nothing wrong with any.
+/// Checks that packets arrived and that none of them was faulty.
 fn clean_packets(lab: &Lab) -> Result<()> {
     let o = lab.unirdma(&["status", "--json"]);
     let clean = ["\"icrc_errors\": 0", "\"malformed\": 0", "\"wrong_source\": 0", "\"bad_pkey\": 0"];
@@ -948,10 +955,11 @@ fn guests_of(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
     guest::run(s, kernel, rounds);
 }
 
-/// The tests with guests alone, with one kernel if that is given. `rounds`: how often guests start again, each time.
+/// Runs only the tests with guests, with one kernel if `kernel` names it. `rounds`: how often guests restart in each
+/// test.
 pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> Result<()> {
     vm::prepare()?;
-    // A kernel that there is not is one error, and not one of each test.
+    // An unknown kernel is reported once, not by each test.
     vm::Systems::parts(kernel)?;
     let lab = Lab::start(None)?;
     let mut s = Suite::new(&lab, only);

@@ -1,5 +1,5 @@
-//! TCP between two processes: the peer that everything is compared with. Both spin, as programs of RDMA do, or both sleep
-//! until something comes, as most programs of sockets do.
+//! TCP between two processes: the peer in all comparisons. Both ends spin, as RDMA programs do, or both sleep until
+//! data arrives, as most socket programs do.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -37,7 +37,7 @@ fn write_all(s: &mut TcpStream, buf: &[u8]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The other process: takes (size, count, echo, sleep) and then messages; answers each, or all at the end.
+/// The other process: receives (size, count, echo, sleep) and then messages; answers each of them, or all at the end.
 pub(crate) fn peer(to: SocketAddr) -> Result<()> {
     let mut s = TcpStream::connect(to).map_err(text)?;
     s.set_nodelay(true).map_err(text)?;
@@ -69,16 +69,16 @@ impl Tcp {
     /// Starts the other process on this machine, over loopback.
     ///
     /// # Errors
-    /// What failed.
+    /// The error of the failed call.
     pub fn start() -> Result<Tcp> {
         let exe = std::env::current_exe().map_err(text)?;
         Tcp::start_with((Ipv4Addr::LOCALHOST, 0).into(), Command::new(exe))
     }
 
-    /// Starts the other process by `peer`, this program in some place, which connects to `listen`.
+    /// Starts the other process by `peer`, a command that runs this program elsewhere. It connects to `listen`.
     ///
     /// # Errors
-    /// What failed.
+    /// The error of the failed call.
     pub fn start_with(listen: SocketAddr, mut peer: Command) -> Result<Tcp> {
         let listener = TcpListener::bind(listen).map_err(text)?;
         let address = listener.local_addr().map_err(text)?.to_string();
@@ -95,10 +95,10 @@ impl Tcp {
         write_all(&mut self.stream, &head).map_err(text)
     }
 
-    /// One-way latencies, microseconds, sorted; `sleep`: both ends sleep until something comes, else they spin.
+    /// Sorted one-way latencies, microseconds. `sleep`: both ends sleep until data arrives; otherwise they spin.
     ///
     /// # Errors
-    /// What failed.
+    /// The error of the failed call.
     pub fn latencies(&mut self, size: usize, count: usize, sleep: bool) -> Result<Vec<f64>> {
         self.begin(size, count, true, sleep)?;
         let mut buf = vec![0; size];
@@ -113,15 +113,15 @@ impl Tcp {
         Ok(all)
     }
 
-    /// The other process.
+    /// Process ID of the other process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Bandwidth, MiB/s; `sleep`: both ends sleep when they must wait, else they spin.
+    /// Bandwidth, MiB/s. `sleep`: both ends sleep while they wait; otherwise they spin.
     ///
     /// # Errors
-    /// What failed.
+    /// The error of the failed call.
     pub fn bandwidth(&mut self, size: usize, count: usize, sleep: bool) -> Result<f64> {
         let buf = vec![0; size];
         let start = Instant::now();

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: all checks, each with its closing line.
+//! `cargo xtask test`: all checks. Each prints a closing line.
 
 use std::process::Command;
 use std::time::Instant;
@@ -31,7 +31,7 @@ fn has(component: &str) -> bool {
 pub(crate) fn run(only: Option<&str>) -> Result<()> {
     packages::ensure(&[packages::RUN, packages::TEST, packages::MEMORY, packages::PAGE])?;
     if only.is_none() {
-        // What virtual machines are made of comes meanwhile. If it does not, the tests that need it say so.
+        // The parts of virtual machines are downloaded meanwhile. If that fails, the tests that need them report it.
         let download = std::thread::spawn(|| drop(vm::Parts::fetch()));
         if has("fmt") {
             cargo(&["fmt", "--all", "--check"], &[])?;
@@ -43,7 +43,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
         } else {
             println!("skipped: cargo clippy (clippy is not installed)");
         }
-        // Documentation has no examples that are tests, and the suite builds the example programs that it needs.
+        // Documentation has no examples to test, and the suite builds the example programs that it needs.
         cargo(&["test", "--workspace", "--tests", "--quiet"], &[])?;
         let loom = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target/loom")];
         cargo(&["test", "--package", "unirdma-mem", "--release", "--quiet", "--lib", "loom"], &loom)?;
@@ -54,7 +54,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     suite::run(only)
 }
 
-/// The long form of what the suite does with several control centres.
+/// The long form of the suite's test with several control centres.
 pub(crate) fn centres(calls: u32, seconds: u64) -> Result<()> {
     packages::ensure(&[packages::RUN, packages::TEST])?;
     lab::build()?;

@@ -1,4 +1,4 @@
-//! What the processes of a virtual layer hold.
+//! Resources that the processes of a virtual layer hold.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,15 +9,15 @@ use serde_json::Value;
 use crate::Result;
 use crate::lab::Lab;
 
-/// How soon the virtual layer must say its status.
+/// Longest time for the virtual layer to report its status.
 const STATUS: Duration = Duration::from_secs(5);
-/// How soon what an attack took must be given back once it has ended.
+/// Time within which the resources of an attack must be released after it has ended.
 const GIVEN_BACK: Duration = Duration::from_secs(10);
-/// What a process may hold more than before. Threads keep arenas of the heap, and the heap keeps much of what it had once: about 200 MiB
-/// after all attacks.
+/// Resources that a process may hold in addition to those before the attack. Threads keep arenas of the heap, and the
+/// heap keeps much of the memory that it once had: about 200 MiB after all attacks.
 const SLACK: Held = Held { descriptors: 4, mappings: 64, rss_kib: 512 << 10 };
 
-/// What a process holds.
+/// Resources of a process.
 #[derive(Clone, Copy, Default, PartialEq, Debug, Serialize)]
 pub(crate) struct Held {
     pub descriptors: u64,
@@ -53,7 +53,7 @@ impl Held {
         self.each(other, |a, b| a + b)
     }
 
-    /// It is no more than `before` and what is left to chance.
+    /// True if it exceeds `before` by at most [`SLACK`].
     fn is_back_to(self, before: Held) -> bool {
         let most = before.plus(SLACK);
         self.max(most) == most
@@ -69,12 +69,12 @@ fn kib(pid: u32, name: &str) -> Option<u64> {
 /// A process of the virtual layer.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub(crate) struct Process {
-    /// Nothing for the process that was started; else the group that it works for.
+    /// The group that it works for; `None` for the process that was started.
     pub group: Option<String>,
     pub pid: u32,
     pub restarts: u64,
     pub held: Held,
-    /// The most memory that it ever had.
+    /// Its highest resident memory so far.
     pub peak_rss_kib: u64,
 }
 
@@ -83,10 +83,10 @@ pub(crate) struct Process {
 pub(crate) struct Footprint(pub Vec<Process>);
 
 impl Footprint {
-    /// What the virtual layer says of its processes, and what the kernel says of those.
+    /// Reads the virtual layer's list of its processes, and the kernel's figures of each.
     ///
     /// # Errors
-    /// The virtual layer says nothing.
+    /// If the virtual layer does not answer.
     pub fn of(lab: &Lab) -> Result<Footprint> {
         let o = lab.start_unirdma(&["status", "--json"])?.finish_within(STATUS);
         let why = || format!("`unirdma status` said nothing in {} s: {}", STATUS.as_secs(), o.text);
@@ -95,7 +95,7 @@ impl Footprint {
         for w in status.get("workers").and_then(Value::as_array).into_iter().flatten() {
             let number = |k: &str| w.get(k).and_then(Value::as_u64);
             let group = w.get("group").and_then(Value::as_str).unwrap_or_default();
-            // A worker without a process is about to be started anew.
+            // A worker without a process is about to be restarted.
             let pid = number("pid").and_then(|n| u32::try_from(n).ok()).unwrap_or_default();
             all.push((Some(group.to_string()), pid, number("restarts").unwrap_or_default()));
         }
@@ -110,17 +110,17 @@ impl Footprint {
         Ok(Footprint(all.into_iter().map(process).collect()))
     }
 
-    /// All processes together.
+    /// Sum over all processes.
     pub fn sum(&self) -> Held {
         self.0.iter().fold(Held::default(), |sum, p| sum.plus(p.held))
     }
 
-    /// The most memory that each process ever had.
+    /// Sum of the highest resident memory of each process.
     pub fn peak_rss_kib(&self) -> u64 {
         self.0.iter().map(|p| p.peak_rss_kib).sum()
     }
 
-    /// If there are workers: each is the process that it was before.
+    /// True if the workers are the same processes as before. `None` if there are no workers.
     pub fn workers_as(&self, before: &Footprint) -> Option<bool> {
         let workers = |f: &Footprint| -> Vec<(Option<String>, u32, u64)> {
             f.0.iter().skip(1).map(|p| (p.group.clone(), p.pid, p.restarts)).collect()
@@ -134,10 +134,11 @@ impl Footprint {
         self.0.iter().all(|p| p.held.is_back_to(held(p)))
     }
 
-    /// The processes once they hold no more than before, or what they hold at the last; whether they give it back.
+    /// Waits until the processes hold no more than before. Returns their last state, and whether they released
+    /// everything.
     ///
     /// # Errors
-    /// The virtual layer says nothing.
+    /// If the virtual layer does not answer.
     pub fn settled(lab: &Lab, before: &Footprint) -> Result<(Footprint, bool)> {
         let start = Instant::now();
         loop {

@@ -1,26 +1,26 @@
-//! Every attack that is known, and how it is tried.
+//! The list of all known attacks, and how each is tried.
 
 use crate::Result;
 use crate::lab::Lab;
 use crate::suite;
 
-/// What a program gets beside its time and its own vRNIC's socket.
+/// Additional argument of a program, after its own vRNIC's socket and its duration.
 #[derive(Clone, Copy)]
 pub(crate) enum Argument {
     None,
     Word(&'static str),
-    /// The socket of this vRNIC: of the same user, or of a victim that sees for itself what happens to it.
+    /// The socket of this vRNIC, which belongs to the same user or to a victim that the program checks.
     Socket(&'static str),
 }
 
 /// A program of the attacker.
 #[derive(Clone, Copy)]
 pub(crate) enum Program {
-    /// One of the test kit's example `attacks`, which says what each of them does.
+    /// An attack of the test kit's example `attacks`, which describes each of them.
     Kit {
         name: &'static str,
         argument: Argument,
-        /// The administrator captures its packets meanwhile.
+        /// The administrator captures its packets during the attack.
         captured: bool,
     },
     /// `xtask/c/forge.c` with these words and a time, in a container.
@@ -31,12 +31,12 @@ pub(crate) enum Program {
 #[derive(Clone, Copy)]
 pub(crate) enum Way {
     Program(Program),
-    /// By a check of the black-box tests, beside which nothing is measured.
+    /// A check of the black-box tests, without measurements.
     Check {
         check: fn(&Lab) -> Result<()>,
         needs_root: bool,
     },
-    /// Only where this says.
+    /// Not tried here, but where this text says.
     Elsewhere(&'static str),
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Attack {
     pub name: &'static str,
     pub what: &'static str,
     pub way: Way,
-    /// It is after the time of others, so `bench isolation` measures it too.
+    /// It tries to take time from others, so `bench isolation` measures it too.
     pub takes_time: bool,
 }
 
@@ -64,7 +64,7 @@ const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
     Attack { takes_time: true, ..attack(name, what, way) }
 }
 
-/// Two programs of the attacker's vRNICs that are as busy as they can be, and do nothing wrong.
+/// Two programs of the attacker's vRNICs that are always busy, and do nothing wrong.
 pub(crate) const HONEST: Program = Program::Kit { name: "honest", argument: Argument::Socket("y"), captured: false };
 
 /// A program of the attacker that has nothing to do with RDMA.

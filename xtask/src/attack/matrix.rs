@@ -1,5 +1,5 @@
-//! `cargo xtask attack --matrix`: the attackers and victims of the matrices that the field has published, as a table of what is left to the
-//! victims. It judges no ratio.
+//! `cargo xtask attack --matrix`: the attackers and victims of published matrices, as a table of the performance that
+//! remains for the victims. No ratio fails the run.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use super::scene::{Kind, Place, Scene, VICTIMS};
 use crate::bench::{median, named, print_json, topology};
 use crate::{Result, packages};
 
-/// An attacker of a matrix; the test kit's program `field` knows it by this name.
+/// An attacker of a matrix. `name` is its name in the test kit's program `field`.
 struct Attacker {
     name: &'static str,
     what: &'static str,
@@ -21,7 +21,8 @@ const fn attacker(name: &'static str, what: &'static str) -> Attacker {
     Attacker { name, what }
 }
 
-/// A program without RDMA first, then Husky's attackers (NSDI 2023) by the resource that each is after, then the three of HT-Verbs (2025).
+/// First a program without RDMA, then Husky's attackers (NSDI 2023) by the resource that each exhausts, then the three
+/// of HT-Verbs (2025).
 const ATTACKERS: &[Attacker] = &[
     attacker("compute", "a program that only computes"),
     attacker("write-1m", "bandwidth: WRITEs of 1 MiB, 16 QPs"),
@@ -59,8 +60,8 @@ const ATTACKERS: &[Attacker] = &[
     attacker("ht-flood", "verbs flooding: WRITEs of no bytes, 64 QPs"),
 ];
 
-/// What is left to victims in one place: with the attacker / alone. 1: they notice nothing. Of a latency it is alone / with, so that less is
-/// worse everywhere.
+/// Performance that remains for victims in one place: with the attacker / alone, and for latency alone / with, so that
+/// less is always worse. 1 means that the attacker has no effect.
 #[derive(Clone, Copy, Serialize)]
 struct Left {
     /// Bandwidth of WRITEs of 64 KiB.
@@ -75,10 +76,10 @@ struct Left {
 struct Row {
     attacker: &'static str,
     what: &'static str,
-    /// Medians over the runs; nothing if a victim got no result.
+    /// Medians over the runs; `None` if a victim got no result.
     same_group: Option<Left>,
     other_group: Option<Left>,
-    /// What went wrong beside it, other than that victims were slow.
+    /// Failures during the attack, apart from slow victims.
     broken: Vec<String>,
 }
 
@@ -89,7 +90,7 @@ struct Report {
     rows: Vec<Row>,
 }
 
-/// What victims of a place measured.
+/// Measurements of the victims of one place.
 #[derive(Clone, Copy)]
 struct Measured {
     mib_s: f64,
@@ -116,7 +117,7 @@ impl Left {
     }
 }
 
-/// Victims of both kinds, connected, of one place.
+/// Starts and connects victims of both kinds in one place. Returns a function that measures them.
 fn victims(scene: &Scene, place: Place) -> Result<impl FnOnce() -> Result<Measured>> {
     let (pair, many) = (scene.victims(place)?, scene.victims_of(Kind::Many, place)?);
     Ok(move || {
@@ -126,7 +127,7 @@ fn victims(scene: &Scene, place: Place) -> Result<impl FnOnce() -> Result<Measur
     })
 }
 
-/// One run beside an attacker, on a virtual layer of its own.
+/// One run with an attacker, on a virtual layer of its own.
 fn beside(programs: &Path, name: &'static str) -> Result<[Left; 2]> {
     let mut scene = Scene::start(programs)?;
     let alone = [victims(&scene, Place::Same)?()?, victims(&scene, Place::Other)?()?];
@@ -151,7 +152,7 @@ fn beside(programs: &Path, name: &'static str) -> Result<[Left; 2]> {
 /// Runs the attackers whose name contains `only`.
 ///
 /// # Errors
-/// No attacker has such a name, or something other than a ratio is wrong beside one of them.
+/// If no attacker has such a name, or something other than a ratio is wrong during one of them.
 pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     let wanted = named(ATTACKERS.iter().collect(), |a| a.name, only, "attacker")?;
     packages::ensure(&[packages::RUN])?;
@@ -181,7 +182,7 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     }
 }
 
-/// A table in Markdown, which is read as well where it is printed.
+/// Prints a Markdown table.
 fn print(r: &Report) {
     println!("topology: {}; the attacker on the last core", r.topology);
     println!("medians of {VICTIMS} victims, and of {} runs: what is left to a victim, 1 is all\n", r.runs);

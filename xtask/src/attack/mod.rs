@@ -1,5 +1,5 @@
-//! `cargo xtask attack`: every attack that is known against a virtual layer with victims in the attacker's group and in another one,
-//! and what came of it.
+//! `cargo xtask attack`: tries every known attack against a virtual layer with victims in the attacker's group and in
+//! another one, and reports the results.
 
 pub(crate) mod footprint;
 pub(crate) mod list;
@@ -18,29 +18,29 @@ use footprint::Footprint;
 use list::{ATTACKS, Attack, COMPUTING, HONEST, Program, Way};
 use scene::{Figures, Place, Scene, VICTIMS, Victims, Worse};
 
-/// A figure of victims in the attacker's group may be so many times worse than beside the honest neighbour.
+/// Limit for victims in the attacker's group: how many times worse a figure may be than beside the honest neighbour.
 pub(crate) const LIMIT_SAME: f64 = 1.5;
-/// The same of victims in another group.
+/// The same limit for victims in another group.
 const LIMIT_OTHER: f64 = 1.2;
-/// With fewer cores than this, the attacker, the victims, the pollers and everything else that runs on the machine share the cores, and which
-/// thread runs where moves a figure further than most attacks do. So limits are coarse then ([`Limits`]).
+/// With fewer cores than this, the attacker, the victims, the pollers and all other programs share the cores. The
+/// placement of threads then moves a figure further than most attacks do, so limits are coarse ([`Limits`]).
 const CORES_TO_JUDGE_TIME: usize = 4;
-/// The coarse limits: so many times worse than beside the honest neighbour in the attacker's group and in another one,
+/// Coarse limits for the attacker's group and for another one: how many times worse than beside the honest neighbour.
 const FEW_CORES: [f64; 2] = [3.0, 2.0];
-/// or so many times worse than beside a program that only computes, whichever is worse;
+/// A coarse limit is at least this many times the figure beside a program that only computes.
 const BESIDE_COMPUTING: f64 = 1.2;
-/// and p99 of a WRITE in another group, us.
+/// Coarse limit for p99 of a WRITE in another group, us.
 const P99_OTHER_US: f64 = 1e3;
-/// A victim that waits longer than this for one WRITE has met silence, us. That counts on any machine. A victim's figure is the median
-/// of the longest waits of [`VICTIMS`] programs.
+/// A victim that waits longer than this for one WRITE counts as unanswered on any machine, us. A victim's figure is the
+/// median of the longest waits of [`VICTIMS`] programs.
 const SILENCE_US: f64 = 1e6;
 
-/// True if ratios of time decide on this machine.
+/// True if this machine has enough cores for the fine limits.
 pub(crate) fn judges_time() -> bool {
     lab::cores().len() >= CORES_TO_JUDGE_TIME
 }
 
-/// What the tables say of the limits on few cores.
+/// The note in the tables about the limits on few cores.
 pub(crate) fn time_note() -> String {
     let [same, other] = FEW_CORES;
     match judges_time() {
@@ -53,7 +53,7 @@ pub(crate) fn time_note() -> String {
     }
 }
 
-/// What victims of one place must have beside an attack.
+/// Limits for the figures of victims in one place.
 #[derive(Clone, Copy)]
 pub(crate) struct Limits {
     p50_us: f64,
@@ -62,7 +62,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// By what they have beside the honest neighbour and, on few cores, beside a program that only computes.
+    /// Limits from the figures beside the honest neighbour and, on few cores, beside a program that only computes.
     pub fn of(place: Place, honest: Figures, computing: Option<Figures>) -> Limits {
         let [of_few, limit, p99_us] = match place {
             Place::Same => [FEW_CORES[0], LIMIT_SAME, f64::INFINITY],
@@ -82,7 +82,7 @@ impl Limits {
         }
     }
 
-    /// What is beyond them, each with its limit.
+    /// The figures that exceed their limits, each with its limit.
     pub fn beyond(&self, f: Figures) -> Vec<String> {
         let mut all = Vec::new();
         let mut most = |name: &str, is: f64, limit: f64| {
@@ -101,8 +101,8 @@ impl Limits {
         all
     }
 }
-/// So much may the virtual layer write to its log while an attack goes on, and so much more in each second that a longer attack takes:
-/// each vRNIC may cause ten lines in ten seconds.
+/// Most bytes that the virtual layer may log during an attack, and in each additional second of a longer attack: each
+/// vRNIC may cause ten lines in ten seconds.
 const LOG_BYTES: u64 = 64 << 10;
 const LOG_BYTES_A_SECOND: u64 = 512;
 
@@ -112,9 +112,10 @@ struct Report {
     runs: u32,
     limit_same_group: f64,
     limit_other_group: f64,
-    /// These limits hold; false on a machine with few cores, where they are coarser.
+    /// The fine limits apply; false on a machine with few cores, where limits are coarse.
     judges_time: bool,
-    /// What victims in each place get beside honest neighbours: the medians of all that were measured, by which `times_worse` goes.
+    /// Medians of all measurements of victims beside honest neighbours, for each place. `times_worse` is relative to
+    /// them.
     honest_same_group: Figures,
     honest_other_group: Figures,
     rows: Vec<Row>,
@@ -123,19 +124,19 @@ struct Report {
 #[derive(Serialize)]
 struct Row {
     attack: &'static str,
-    /// What exceeds a limit; nothing if nothing does.
+    /// Limits that are exceeded, and other failures. Empty if there are none.
     broken: Vec<String>,
-    /// Why it was not tried.
+    /// Reason why it was not tried.
     skipped: Option<String>,
-    /// The virtual layer's process is the one that it was, and answers.
+    /// The virtual layer's process is still the same and answers.
     host_alive: Option<bool>,
-    /// All workers are the processes that they were, if there are workers.
+    /// All workers are still the same processes. `None` if there are no workers.
     workers_alive: Option<bool>,
     same_group: Option<Measured>,
     other_group: Option<Measured>,
-    /// Programs that begin beside the attack, in both groups, get their devices and the right bytes.
+    /// Programs that start during the attack, in both groups, get their devices and the right bytes.
     new_programs: Option<bool>,
-    /// The virtual layer's processes before the attack, and after it. During it: the most of each that was seen.
+    /// The virtual layer's processes before the attack and after it, and the highest value of each resource during it.
     before: Footprint,
     during: Option<footprint::Held>,
     after: Footprint,
@@ -147,18 +148,18 @@ struct Measured {
     figures: Figures,
     /// Beside the honest neighbour, in the same runs.
     honest: Figures,
-    /// How many times worse each figure is than the median of those beside the honest neighbour, of all attacks.
+    /// How many times worse each figure is than the median beside the honest neighbour over all attacks.
     times_worse: Worse,
 }
 
-/// What one run of an attack showed.
+/// Result of one run of an attack.
 #[derive(Default)]
 struct Outcome {
     broken: Vec<String>,
     skipped: Option<String>,
     host_alive: Option<bool>,
     workers_alive: Option<bool>,
-    /// In each place, beside the honest neighbour and beside the attack.
+    /// For each place, the figures beside the honest neighbour and during the attack.
     figures: [Option<(Figures, Figures)>; 2],
     new_programs: Option<bool>,
     before: Footprint,
@@ -177,7 +178,7 @@ impl Outcome {
         ok
     }
 
-    /// What the virtual layer is when all is over, `seconds` of which were none of the victims' measurements.
+    /// Checks the virtual layer after the attack. For `seconds` of it the victims did not measure.
     fn conclude(&mut self, scene: &mut Scene, seconds: u64) {
         match Footprint::settled(&scene.lab, &self.before) {
             Ok((after, given_back)) => {
@@ -205,8 +206,8 @@ impl Outcome {
     }
 }
 
-/// Runs a program, for so many seconds before they measure, beside victims that were beside an honest neighbour just before, on a virtual
-/// layer of its own.
+/// Measures victims beside an honest neighbour, then starts `program`, waits `seconds`, and measures them again. Uses a
+/// virtual layer of its own.
 fn beside(programs: &Path, program: &Program, seconds: u64) -> Result<Outcome> {
     let mut scene = Scene::start(programs)?;
     Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
@@ -216,7 +217,7 @@ fn beside(programs: &Path, program: &Program, seconds: u64) -> Result<Outcome> {
         let [same, other] = victims.map(Victims::measure);
         [same?, other?]
     };
-    // Whatever is made once is there by now.
+    // Everything that is allocated once has been allocated by now.
     let mut outcome = Outcome { before: Footprint::of(&scene.lab)?, ..Outcome::default() };
     let victims = Place::ALL.map(|p| scene.victims(p));
     match scene.attacker(program) {
@@ -245,7 +246,7 @@ fn beside(programs: &Path, program: &Program, seconds: u64) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// What victims in each place get beside a program that only computes.
+/// Figures of victims in each place beside a program that only computes.
 fn beside_computing(programs: &Path) -> Result<[Figures; 2]> {
     let scene = Scene::start(programs)?;
     let victims = [scene.victims(Place::Same)?, scene.victims(Place::Other)?];
@@ -254,7 +255,7 @@ fn beside_computing(programs: &Path) -> Result<[Figures; 2]> {
     Ok([same?, other?])
 }
 
-/// A check of the black-box tests, on a virtual layer of its own.
+/// Runs a check of the black-box tests on a virtual layer of its own.
 fn checked(programs: &Path, check: fn(&Lab) -> Result<()>) -> Result<Outcome> {
     let mut scene = Scene::start(programs)?;
     Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
@@ -274,7 +275,7 @@ fn attempt(programs: &Path, attack: &Attack, seconds: u64) -> Result<Outcome> {
 }
 
 impl Row {
-    /// `usual` has the medians of what victims in each place got beside honest neighbours.
+    /// `usual` has the medians of the figures of victims beside honest neighbours, for each place.
     fn of(attack: &'static str, outcomes: Vec<Outcome>, usual: [Figures; 2], limits: [Limits; 2]) -> Row {
         let measured = |i: usize| {
             let (beside_it, honest): (Vec<Figures>, Vec<Figures>) =
@@ -300,7 +301,7 @@ impl Row {
             broken.extend(beyond.map(|what| format!("victims in {place}: {what}")));
         }
         let skipped = outcomes.iter().find_map(|o| o.skipped.clone());
-        // The last run, or the one that was broken and so was the last.
+        // The last run. A run with a failure is always the last one.
         let last = outcomes.into_iter().next_back().unwrap_or_default();
         let (before, during, after) = (last.before, last.during, last.after);
         Row {
@@ -319,23 +320,23 @@ impl Row {
     }
 }
 
-/// What victims in a place get beside an honest neighbour: medians over all attacks, before each of which that was measured. Just before
-/// one attack it may be half of it, or twice as much, as the kernel happens to have put threads there.
+/// Figures of victims in a place beside an honest neighbour: medians over the measurements before all attacks. A single
+/// one may be half or twice as large, depending on where the kernel has put threads.
 fn usual<'a>(outcomes: impl Iterator<Item = &'a Outcome>, place: usize) -> Figures {
     Figures::medians(&outcomes.filter_map(|o| o.figures[place]).map(|(_, honest)| honest).collect::<Vec<_>>())
 }
 
-/// What `--list` prints.
+/// Prints the list for `--list`.
 pub(crate) fn print_list() {
     for a in ATTACKS {
         println!("{:16} {}", a.name, a.what);
     }
 }
 
-/// The attacks whose name contains a text.
+/// The attacks whose names contain `only`.
 ///
 /// # Errors
-/// There is none.
+/// If there is none.
 pub(crate) fn wanted(only: Option<&str>, which: impl Fn(&Attack) -> bool) -> Result<Vec<&'static Attack>> {
     named(ATTACKS.iter().filter(|a| which(a)).collect(), |a| a.name, only, "attack")
 }
@@ -350,7 +351,7 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Re
     for run in 1..=runs {
         for (attack, outcomes) in attacks.iter().zip(&mut outcomes) {
             let is_measured = |o: &Outcome| o.broken.is_empty() && o.skipped.is_none() && o.figures[0].is_some();
-            // What is not measured, or broken, once need not be tried again.
+            // An attack that was skipped or had a failure is not tried again.
             if outcomes.iter().all(is_measured) {
                 eprintln!("run {run} of {runs}: {}", attack.name);
                 let failed = |why| Outcome { broken: vec![why], ..Outcome::default() };
@@ -525,7 +526,7 @@ mod tests {
         let all = [outcome(9.0, 9.0), lucky, outcome(1.0, 1.0)];
         let usual = usual(all.iter(), 0);
         assert_eq!(usual.p99_us, figures(1.0).1.p99_us);
-        // So an attack is not worse because what was measured just before it was better than usual.
+        // So a lucky honest measurement just before an attack does not make the attack look worse.
         let [_, lucky, _] = all;
         assert!(Row::of("x", vec![lucky], [usual; 2], limits(None)).broken.is_empty());
     }

@@ -1,4 +1,4 @@
-//! A virtual layer with victims and an attacker: what `attack`, `bench isolation` and the tests of attacks share.
+//! A virtual layer with victims and an attacker, shared by `attack`, `bench isolation` and the tests of attacks.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -13,19 +13,19 @@ use crate::bench::{figures, median};
 use crate::lab::{self, Lab, Running};
 use crate::suite;
 
-/// Victims of a place, which measure one after the other.
+/// Number of victims of a place. They measure one after the other.
 pub(crate) const VICTIMS: u32 = 5;
-/// How long a victim measures its latency, and then its bandwidth, seconds.
+/// Time for which a victim measures its latency, and then its bandwidth, s.
 const SECONDS: &str = "0.2";
-/// An attack ends by itself after this, if it is not ended before.
+/// Duration after which an attack ends by itself, s. It is usually killed before.
 const ATTACK_SECONDS: &str = "3600";
-/// How long a program may prepare itself.
+/// Longest time for a program to print `ready`.
 const PREPARATION: Duration = Duration::from_secs(60);
-/// How long an attack goes on before anything is measured.
+/// Duration of an attack before anything is measured.
 const BEGIN: Duration = Duration::from_millis(300);
-/// How long a victim may take to measure, from when it is told.
+/// Longest time for a victim to measure, from when it is told to.
 const MEASURING: Duration = Duration::from_secs(90);
-/// How long programs may take that begin beside an attack and only check what they get.
+/// Longest time for programs that start during an attack and only check data.
 const CHECK: Duration = Duration::from_secs(15);
 
 /// Where victims are.
@@ -49,18 +49,18 @@ impl Place {
     }
 }
 
-/// Who runs on which core. If the kernel chose, figures of the same work would differ by half from one choice to the other; and what a
-/// program takes of another one on the same core is between it and the kernel.
+/// The core of a program. If the kernel chose, figures of the same work would differ by half from run to run. How
+/// programs on the same core share it is between them and the kernel.
 #[derive(Clone, Copy)]
 enum Core {
-    /// The first one: victims.
+    /// The first core: victims.
     Victims,
-    /// The last one: the neighbour, honest or not.
+    /// The last core: the neighbour, honest or not.
     Neighbour,
 }
 
 impl Core {
-    /// The words before a command that put it there.
+    /// The words before a command that pin it to this core.
     fn words(self) -> [String; 3] {
         let cores = lab::cores();
         let core = match self {
@@ -71,7 +71,7 @@ impl Core {
     }
 }
 
-/// What victims do.
+/// Kinds of victims.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     /// WRITEs of 8 B, one by one, then of 64 KiB, on one connection.
@@ -90,10 +90,10 @@ impl Kind {
     }
 }
 
-/// What a victim measured.
+/// Measurements of a victim.
 #[derive(Clone, Copy, Serialize)]
 pub(crate) struct Figures {
-    /// From posting a WRITE of 8 B to its completion.
+    /// Time from posting a WRITE of 8 B to its completion.
     pub p50_us: f64,
     pub p99_us: f64,
     pub worst_us: f64,
@@ -102,7 +102,7 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
-    /// A request waited so long that its program heard nothing of the virtual layer.
+    /// True if one request waited longer than [`super::SILENCE_US`].
     pub fn is_silent(self) -> bool {
         self.worst_us > super::SILENCE_US
     }
@@ -128,14 +128,14 @@ pub(crate) struct Worse {
 }
 
 impl Worse {
-    /// Medians over pairs of figures, beside the attack and beside the honest neighbour; nothing if there are none.
+    /// Medians over pairs of figures, during the attack and beside the honest neighbour; `None` if there are none.
     pub fn medians(pairs: &[(Figures, Figures)]) -> Option<Worse> {
         let each: Vec<Worse> = pairs.iter().map(|&(attack, honest)| Worse::than(attack, honest)).collect();
         let of = |f: fn(&Worse) -> f64| median(each.iter().map(f));
         (!pairs.is_empty()).then(|| Worse { p50: of(|w| w.p50), p99: of(|w| w.p99), bandwidth: of(|w| w.bandwidth) })
     }
 
-    /// Figures beside an attack, and beside the honest neighbour.
+    /// Ratios of the figures during an attack to the figures beside the honest neighbour.
     pub fn than(attack: Figures, honest: Figures) -> Worse {
         Worse {
             p50: attack.p50_us / honest.p50_us,
@@ -156,17 +156,17 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// Builds what every scene needs; the path of the test kit's programs.
+    /// Builds the programs that every scene needs. Returns the path of the test kit's programs.
     ///
     /// # Errors
-    /// The build failed.
+    /// If the build fails.
     pub fn build() -> Result<PathBuf> {
         lab::build()?;
         lab::build_example("unirdma-testkit", "attacks")
     }
 
     /// # Errors
-    /// The virtual layer did not come up.
+    /// If the virtual layer does not come up.
     pub fn start(programs: &Path) -> Result<Scene> {
         let lab = Lab::start(None)?;
         lab.unirdma(&["group", "add", "other"]);
@@ -190,18 +190,18 @@ impl Scene {
         c
     }
 
-    /// [`VICTIMS`] pairs of programs. Those of a pair are connected, and wait.
+    /// Starts [`VICTIMS`] pairs of programs. The programs of a pair connect, and wait.
     ///
     /// # Errors
-    /// They could not begin.
+    /// If they do not get ready.
     pub fn victims(&self, place: Place) -> Result<Victims> {
         self.victims_of(Kind::Pair, place)
     }
 
-    /// As [`Scene::victims`], of any kind.
+    /// As [`Scene::victims`], with victims of any kind.
     ///
     /// # Errors
-    /// They could not begin.
+    /// If they do not get ready.
     pub fn victims_of(&self, kind: Kind, place: Place) -> Result<Victims> {
         let (name, vrnics) = (kind.program(), place.vrnics());
         let victim = |i| {
@@ -214,10 +214,10 @@ impl Scene {
         Ok(Victims((0..VICTIMS).map(victim).collect::<Result<_>>()?))
     }
 
-    /// Starts a program of the attacker, which goes on when this returns; or why it cannot be done here.
+    /// Starts a program of the attacker. Returns the running program, or the reason why the attack is impossible here.
     ///
     /// # Errors
-    /// It did not begin.
+    /// If it does not get ready.
     pub fn attacker(&self, program: &Program) -> Result<Result<Attacker<'_>>> {
         let (running, captured) = match *program {
             Program::Kit { name, argument, captured } => {
@@ -247,10 +247,10 @@ impl Scene {
         Ok(Ok(attacker))
     }
 
-    /// Programs that begin now get their devices and the right bytes.
+    /// Checks that programs which start now get their devices and the right bytes.
     ///
     /// # Errors
-    /// What they say, or that they say nothing.
+    /// Output of the programs, or a note that they print nothing.
     pub fn check(&self, place: Place) -> Result<()> {
         let vrnics = place.vrnics();
         let c = self.command(Core::Victims, "check", "0", &vrnics);
@@ -260,23 +260,23 @@ impl Scene {
     }
 }
 
-/// Victims of one place, which measure once they are told.
+/// Victims of one place, which wait until they are told to measure.
 pub(crate) struct Victims(Vec<Running>);
 
 impl Victims {
     /// Lets one after the other measure. Returns the median of each figure.
     ///
     /// # Errors
-    /// They did not get their work done.
+    /// If they do not finish.
     pub fn measure(self) -> Result<Figures> {
         let [p50_us, p99_us, worst_us, mib_s] = self.measured(["p50_us", "p99_us", "worst_us", "mib_s"])?;
         Ok(Figures { p50_us, p99_us, worst_us, mib_s })
     }
 
-    /// As [`Victims::measure`]: the medians of what the victims print under these names.
+    /// As [`Victims::measure`], for the figures that the victims print under these names.
     ///
     /// # Errors
-    /// They did not get their work done.
+    /// If they do not finish.
     pub fn measured<const N: usize>(self, names: [&str; N]) -> Result<[f64; N]> {
         let all = self.0.into_iter().map(|v| measured(v, &names)).collect::<Result<Vec<[f64; N]>>>()?;
         Ok(std::array::from_fn(|i| median(all.iter().map(|figures| figures[i]))))
@@ -284,7 +284,7 @@ impl Victims {
 }
 
 fn measured<const N: usize>(mut victim: Running, names: &[&str; N]) -> Result<[f64; N]> {
-    // Who has ended meanwhile reads nothing, which its output explains better.
+    // If the victim has ended meanwhile, this write fails, and the victim's output explains why.
     let _ = victim.stdin().ok_or("the victim has no input")?.write_all(b"go\n");
     let done = victim.finish_within(MEASURING);
     if !done.ok() {
@@ -299,7 +299,7 @@ fn measured<const N: usize>(mut victim: Running, names: &[&str; N]) -> Result<[f
     Ok(found)
 }
 
-/// A program of the attacker; it is killed with this value, if it still runs.
+/// A running program of the attacker. Dropping this value kills it.
 pub(crate) struct Attacker<'a> {
     running: Running,
     capture: Option<Running>,
@@ -310,7 +310,7 @@ impl Attacker<'_> {
     /// Kills it.
     ///
     /// # Errors
-    /// What it saw that the virtual layer must not do; or that it has ended too soon.
+    /// If it has seen the virtual layer do something forbidden, or has ended too soon.
     pub fn end(mut self) -> Result<()> {
         let ended = self.running.has_ended();
         let text = self.running.text();
@@ -328,7 +328,7 @@ impl Attacker<'_> {
     }
 }
 
-/// Waits until a program says that it is ready, or why it cannot be.
+/// Waits until a program prints `ready`, or a reason to skip it.
 fn wait_ready(program: &mut Running) -> Result<Option<String>> {
     let start = Instant::now();
     while start.elapsed() < PREPARATION {

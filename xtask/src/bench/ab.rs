@@ -1,5 +1,5 @@
-//! `cargo xtask bench ab REV`: this tree's build and that of another commit in turn, so that whatever slows the machine down
-//! slows both down.
+//! `cargo xtask bench ab REV`: measures the builds of this tree and of another commit in turn, so that a slow phase of
+//! the machine affects both.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,11 +15,11 @@ struct Figure {
     name: &'static str,
     command: &'static str,
     unit: Unit,
-    /// Between two hosts, not between two containers of one.
+    /// Measured between two hosts, not between two containers of one.
     wire: bool,
 }
 
-/// Which of perftest's columns a figure is.
+/// The column of perftest that has the figure.
 #[derive(Clone, Copy)]
 enum Unit {
     /// Typical latency.
@@ -46,7 +46,7 @@ impl Unit {
         }
     }
 
-    /// How much better `new` is than `old`; above 1 is better whatever the unit.
+    /// How many times better `new` is than `old`, above 1 for an improvement in any unit.
     fn ratio(self, old: f64, new: f64) -> f64 {
         if let Unit::Us = self { old / new } else { new / old }
     }
@@ -77,12 +77,12 @@ const MTU: u32 = 9000;
 #[derive(Serialize)]
 struct Report {
     topology: String,
-    /// The other commit, and this tree's.
+    /// The other commit, and the commit of this tree.
     old: String,
     new: String,
     runs: u32,
     rows: Vec<Row>,
-    /// What was not measured, and why.
+    /// Figures that were not measured, with the reasons.
     skipped: Vec<String>,
 }
 
@@ -90,10 +90,10 @@ struct Report {
 struct Row {
     figure: &'static str,
     unit: &'static str,
-    /// Medians.
+    /// Medians over the runs.
     old: f64,
     new: f64,
-    /// Of the pairs of runs, how many times better the new one was: the median, the least and the most.
+    /// How many times better the new build was, over all pairs of runs: the median, the least and the most.
     ratio: f64,
     least: f64,
     most: f64,
@@ -117,14 +117,14 @@ impl Row {
     }
 }
 
-/// What `git` says to these arguments, in this tree.
+/// Output of `git` with these arguments, in this tree.
 fn git(args: &[&str]) -> Result<String> {
     let o = Command::new("git").args(args).current_dir(lab::root()).output().map_err(|e| format!("git: {e}"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_string();
     if o.status.success() { Ok(text(&o.stdout)) } else { Err(format!("git {}: {}", args.join(" "), text(&o.stderr))) }
 }
 
-/// Builds another commit in a worktree of its own, which stays there for the next time; its `unirdma`.
+/// Builds another commit in a worktree of its own, which is kept for the next time. Returns the path of its `unirdma`.
 fn build_commit(commit: &str) -> Result<PathBuf> {
     let tree = lab::root().join("target/ab").join(commit);
     let _ = git(&["worktree", "prune"]);
@@ -135,7 +135,7 @@ fn build_commit(commit: &str) -> Result<PathBuf> {
     Ok(tree.join("target/release/unirdma"))
 }
 
-/// One build that runs: its hosts end with this value.
+/// The running hosts of one build. Dropping this value ends them.
 struct Build {
     local: Option<Lab>,
     wire: Option<TwoHosts>,
@@ -194,7 +194,7 @@ pub(crate) fn ab(rev: &str, runs: u32, only: Option<&str>, json: bool) -> Result
         let (a, b) = (Build::start(&old, "a", local, wire)?, Build::start(&new, "b", local, wire)?);
         for (f, pairs) in figures.iter().zip(&mut pairs) {
             eprintln!("run {run} of {runs}: {}", f.name);
-            // Each build is the first one in turn, since what runs second may find the machine otherwise than the first.
+            // The builds take turns in running first, because the second run may find the machine in another state.
             if run % 2 == 1 {
                 let old = a.measure(f)?;
                 pairs.push((old, b.measure(f)?));

@@ -1,5 +1,5 @@
-//! `cargo xtask bench busy`: programs as the field has them, on cores that computing threads use too. Each is measured beside a peer in
-//! the same run. `xtask/c/busy.c` has the programs and says what they do.
+//! `cargo xtask bench busy`: typical programs, on cores that computing threads use too. Each is measured together with
+//! a peer in the same run. `xtask/c/busy.c` has the programs and describes them.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -13,14 +13,14 @@ use crate::{Result, packages};
 
 /// How long one program is measured, in seconds.
 const SECONDS: &str = "2";
-/// Most silence of a connection beyond the lateness of a thread that sleeps, ms.
+/// Longest allowed silence of a connection, in addition to the delay of a thread that sleeps, ms.
 const MOST_SILENCE_MS: f64 = 50.0;
 
 struct Case {
-    /// As the program knows it.
+    /// Its name in the program.
     name: &'static str,
     says: &'static str,
-    /// Names of what the program prints.
+    /// Names of the figures that the program prints.
     figures: &'static [&'static str],
     unit: &'static str,
     peers: &'static [Peer],
@@ -30,7 +30,7 @@ struct Case {
 enum Peer {
     /// The same by TCP over the kernel's loopback, in no container.
     Tcp,
-    /// The same threads, which hand the token on by memory alone.
+    /// The same threads, which pass the token through memory alone.
     Memory,
     /// A thread of the program that sleeps.
     Sleeper,
@@ -82,12 +82,12 @@ const CASES: [Case; 6] = [
 #[derive(Serialize)]
 struct Report {
     topology: String,
-    /// Runs, of whose figures each is the median.
+    /// Number of runs. Each figure is the median over them.
     runs: u32,
     rows: Vec<Row>,
-    /// What was not measured, and why.
+    /// Figures that were not measured, with the reasons.
     skipped: Vec<String>,
-    /// Silence beyond its limit.
+    /// Silences that exceed their limit.
     failed: Vec<String>,
 }
 
@@ -96,7 +96,7 @@ struct Row {
     program: &'static str,
     figure: &'static str,
     says: &'static str,
-    /// Threads that compute beside the program.
+    /// Number of threads that compute at the same time.
     computing: usize,
     unit: &'static str,
     ours: f64,
@@ -113,7 +113,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// What the program prints between two containers.
+    /// Figures of the program between two containers.
     fn ours(&self, name: &str, computing: usize) -> Result<BTreeMap<String, f64>> {
         let (server, client) =
             (format!("{} serve {name}", self.exe), format!("{} {name} 10.0.0.1 {computing} {SECONDS}", self.exe));
@@ -124,7 +124,7 @@ impl Bench {
         Err(format!("server: {:?} {}; client: {:?} {}", s.code, s.text.trim(), c.code, c.text.trim()))
     }
 
-    /// What it prints without RDMA.
+    /// Figures of the program without RDMA.
     fn without(&self, name: &str, way: &str, computing: usize) -> Result<BTreeMap<String, f64>> {
         let mut c = Command::new(&self.exe);
         c.args([name, way, &computing.to_string(), SECONDS]);
@@ -132,7 +132,7 @@ impl Bench {
         if o.ok() { Ok(figures(&o.text)) } else { Err(format!("{way}: {:?} {}", o.code, o.text.trim())) }
     }
 
-    /// One run: the figures, and those of each peer.
+    /// One run: pairs of our figure and a peer's figure.
     fn once(&self, case: &Case, computing: usize) -> Result<Vec<(f64, f64)>> {
         let ours = self.ours(case.name, computing)?;
         let get = |of: &BTreeMap<String, f64>, name: &str| of.get(name).copied().ok_or(format!("no {name}"));
@@ -202,7 +202,7 @@ pub(crate) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     if report.failed.is_empty() { Ok(()) } else { Err(report.failed.join("; ")) }
 }
 
-/// What is wrong with a row that says how long connections are silent.
+/// Checks the silence in a row. Returns a description if it is too long.
 fn too_silent(row: &Row) -> Option<String> {
     let Row { program, figure, computing, ours, peer, .. } = row;
     (*figure == "silence" && ours - peer > MOST_SILENCE_MS).then(|| {

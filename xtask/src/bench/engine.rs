@@ -1,5 +1,5 @@
-//! `cargo xtask bench engine`: what the RNIC and its pollers execute when no program takes part. The test kit's example
-//! `engine` measures; this prints.
+//! `cargo xtask bench engine`: the rate at which the RNIC and its pollers execute requests without any program. The
+//! test kit's example `engine` measures; this module prints.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use crate::{Result, lab};
 #[derive(Serialize)]
 struct Report {
     topology: String,
-    /// Runs, of whose figures each is the median.
+    /// Number of runs. Each figure is the median over them.
     runs: usize,
     rows: Vec<Row>,
     nothing: Vec<Nothing>,
@@ -19,14 +19,14 @@ struct Report {
     latency: Latency,
 }
 
-/// What the parts of a WRITE take with one poller, nanoseconds: each is what WRITEs with that part take longer than those without.
+/// Cost of the parts of a WRITE with one poller, ns: the difference between WRITEs with and without that part.
 #[derive(Debug, PartialEq, Serialize)]
 struct Stages {
-    /// To take the WQE, check it, and give its slot back: a WRITE of no bytes.
+    /// Takes the WQE, checks it, and frees its slot: a WRITE of no bytes.
     wqe_ns: f64,
-    /// To look up two keys and copy 8 bytes.
+    /// Looks up two keys and copies 8 bytes.
     copy_ns: f64,
-    /// To write a completion.
+    /// Writes a completion.
     completion_ns: f64,
 }
 
@@ -37,12 +37,12 @@ fn stages(line: &str) -> Option<Stages> {
     Some(Stages { wqe_ns: none, copy_ns: copied - none, completion_ns: completed - copied })
 }
 
-/// From the post of a WRITE of 8 bytes until its slot is free again, with one poller that has a core for itself.
+/// Time from the post of a WRITE of 8 bytes until its slot is free again, with one poller on a core of its own.
 #[derive(Debug, PartialEq, Serialize)]
 struct Latency {
     p50_ns: u64,
     p99_ns: u64,
-    /// From one core to the other.
+    /// Time that a word takes from one core to the other.
     hop_ns: u64,
     hops: f64,
 }
@@ -56,21 +56,21 @@ fn latency(line: &str) -> Option<Latency> {
 #[derive(Serialize)]
 struct Row {
     pollers: u32,
-    /// Of one WRITE.
+    /// Length of a WRITE.
     bytes: u64,
     millions_s: f64,
     mib_s: f64,
-    /// From one WRITE to the next, of all pairs together.
+    /// Time from one WRITE to the next, of all pairs together.
     ns: f64,
-    /// Beside one poller.
+    /// Rate relative to one poller.
     ratio: f64,
-    /// How long the lock of the RNIC was held: the median, the 999th of 1000 times, the longest.
+    /// Times for which the lock of the RNIC was held: median, 99.9th percentile, maximum.
     held_p50_ns: u64,
     held_p999_ns: u64,
     held_worst_ns: u64,
 }
 
-/// A line of the example about WRITEs of one size.
+/// Parses a line of the example about WRITEs of one size.
 fn row(line: &str) -> Option<Row> {
     let mut words = line.strip_prefix("row ")?.split_whitespace();
     let (pollers, bytes) = (words.next()?.parse().ok()?, words.next()?.parse::<u64>().ok()?);
@@ -82,7 +82,8 @@ fn row(line: &str) -> Option<Row> {
     Some(Row { pollers, bytes, millions_s, mib_s, ns, ratio: 1.0, held_p50_ns, held_p999_ns, held_worst_ns })
 }
 
-/// How long steps take that do nothing for 3 us, on so many cores at once: what the machine takes for itself.
+/// Durations of steps that only read the clock for 3 us, on several cores at once: the time that the machine takes for
+/// itself.
 #[derive(Debug, PartialEq, Serialize)]
 struct Nothing {
     threads: u32,
@@ -98,7 +99,7 @@ fn nothing(line: &str) -> Option<Nothing> {
     Some(Nothing { threads, p50_ns: ns()?, p999_ns: ns()?, worst_ns: ns()? })
 }
 
-/// Notes how much faster each row is than that of one poller with the same size.
+/// Sets the speed of each row relative to the row with one poller and the same size.
 fn compare(rows: &mut [Row]) {
     for i in 0..rows.len() {
         let alone = rows.iter().find(|r| r.pollers == 1 && r.bytes == rows[i].bytes).map(|r| r.ns);
@@ -106,7 +107,7 @@ fn compare(rows: &mut [Row]) {
     }
 }
 
-/// What one run of the example printed, and each figure of it in order.
+/// Output of one run of the example, with all figures in order.
 struct Run {
     rows: Vec<Row>,
     nothing: Vec<Nothing>,
@@ -138,7 +139,7 @@ impl Run {
         all
     }
 
-    /// Of each figure the median of several runs.
+    /// The median of each figure over several runs.
     fn median(mut runs: Vec<Run>) -> Option<Run> {
         let values: Vec<Vec<f64>> = runs.iter_mut().map(|r| r.figures().iter().map(Figure::get).collect()).collect();
         let mut run = runs.pop()?;

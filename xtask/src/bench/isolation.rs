@@ -1,6 +1,6 @@
-//! `cargo xtask bench isolation`: two programs that write to each other, alone, beside an honest neighbour, and beside each
-//! attack that takes time of others, in the group of the attacker. Then one program with limits that a control centre has set: what it
-//! gets of them.
+//! `cargo xtask bench isolation`: two programs that write to each other, alone, beside an honest neighbour, and during
+//! each attack that tries to take time from others, in the group of the attacker. Then one program under limits that a
+//! control centre has set, and how exactly they hold.
 
 use std::path::Path;
 
@@ -13,41 +13,41 @@ use crate::attack::{LIMIT_SAME as LIMIT, Limits, judges_time, time_note};
 use crate::fleet::Fleet;
 use crate::{Result, attack, lab, packages};
 
-/// Who works beside the victim.
+/// The program that runs at the same time as the victim.
 struct Neighbour {
     name: &'static str,
-    /// Nothing if there is no neighbour.
+    /// `None` if there is no neighbour.
     program: Option<Program>,
 }
 
 const ALONE: Neighbour = Neighbour { name: "alone", program: None };
 const BUSY: Neighbour = Neighbour { name: "honest neighbour, 1 MiB WRITEs", program: Some(HONEST) };
 const COMPUTES: Neighbour = Neighbour { name: "a program that only computes", program: Some(COMPUTING) };
-/// Those that are no attacks.
+/// Neighbours that are not attacks.
 const OTHERS: [Neighbour; 3] = [ALONE, BUSY, COMPUTES];
 
 #[derive(Serialize)]
 struct Report {
     topology: String,
     runs: u32,
-    /// How many times worse than beside the honest neighbour a figure may be.
+    /// Limit: how many times worse than beside the honest neighbour a figure may be.
     limit: f64,
-    /// Figures beyond this limit make the exit code 1; false on a machine with few cores, where limits are coarser.
+    /// Figures beyond this limit make the exit code 1. False on a machine with few cores, where limits are coarse.
     judges_time: bool,
     rows: Vec<Row>,
     limits: Vec<Limited>,
 }
 
-/// How far from a limit of the control centre a program may be, percent.
+/// Largest deviation from a limit of the control centre, percent.
 const EXACT: f64 = 3.0;
 
-/// A limit that the control centre sets, and a program of perftest that has it.
+/// A limit that the control centre sets, and a program of perftest that is subject to it.
 struct CentreLimit {
     name: &'static str,
-    /// In the words of `unirdma apply`.
+    /// The limit as `unirdma apply` takes it.
     share: &'static str,
     command: &'static str,
-    /// What perftest's columns say of the limit, in its unit.
+    /// The measured value in the unit of the limit, from perftest's columns.
     measured: fn(&[f64]) -> Option<f64>,
     expected: f64,
     unit: &'static str,
@@ -72,25 +72,26 @@ const LIMITS: [CentreLimit; 2] = [
     },
 ];
 
-/// What a program got of a limit.
+/// Measurement of a program under a limit.
 #[derive(Serialize)]
 struct Limited {
     name: &'static str,
     expected: f64,
     measured: f64,
     unit: &'static str,
-    /// How much more than the limit it got, percent; below 0 if less.
+    /// Deviation from the limit, percent; negative if the program got less.
     off_percent: f64,
 }
 
 impl Limited {
-    /// It got no more than the limit, and, where time is judged, no less: on few cores other work may have taken the time.
+    /// True if the program got no more than the limit and, where time is judged, no less. On few cores other work may
+    /// have taken the time.
     fn holds(&self, judges_time: bool) -> bool {
         self.off_percent <= EXACT && (!judges_time || self.off_percent >= -EXACT)
     }
 }
 
-/// Measures the limits of a host whose control centre sets them.
+/// Measures limits that a control centre sets for a host.
 fn limited(wanted: &[&CentreLimit]) -> Result<Vec<Limited>> {
     if wanted.is_empty() {
         return Ok(Vec::new());
@@ -125,27 +126,27 @@ fn limited(wanted: &[&CentreLimit]) -> Result<Vec<Limited>> {
 #[derive(Serialize)]
 struct Row {
     neighbour: &'static str,
-    /// Medians over the runs; nothing if there is no result.
+    /// Medians over the runs; `None` if there is no result.
     figures: Option<Figures>,
     /// Medians of how many times worse each figure is than beside the honest neighbour in the same run.
     times_worse: Option<Worse>,
-    /// An attack beside which there was no result or silence, or a figure beyond its limit.
+    /// An attack during which there was no result, silence, or a figure beyond its limit.
     beyond: bool,
-    /// Why there is no result: the victim got no answer, or the attack cannot be done here.
+    /// Reason for a missing result: the victim got no answer, or the attack is impossible here.
     note: Option<String>,
 }
 
 /// How a measurement ended.
 enum Outcome {
     Measured(Figures),
-    /// The victim's programs, or the virtual layer, did not do their work.
+    /// The victim's programs, or the virtual layer, failed.
     Failed(String),
-    /// The attack cannot be done here.
+    /// The attack is impossible here.
     Skipped(String),
 }
 
 impl Row {
-    /// `coarse`: what beside a program that only computes was measured, on few cores.
+    /// `coarse`: on few cores, the figures beside a program that only computes.
     fn of(
         neighbour: &Neighbour,
         is_attack: bool,
@@ -243,7 +244,7 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
     }
 }
 
-/// The victims beside each neighbour; nothing if there is no attack to try.
+/// Measures the victims beside each neighbour. Empty if there is no attack to try.
 fn beside_neighbours(attacks: Vec<&Attack>, runs: u32) -> Result<Vec<Row>> {
     if attacks.is_empty() {
         return Ok(Vec::new());
@@ -253,7 +254,7 @@ fn beside_neighbours(attacks: Vec<&Attack>, runs: u32) -> Result<Vec<Row>> {
     let mut outcomes: Vec<Vec<Outcome>> = neighbours.iter().map(|_| Vec::new()).collect();
     for run in 1..=runs {
         for (neighbour, outcomes) in neighbours.iter().zip(&mut outcomes) {
-            // What was not measured once is not measured again.
+            // A neighbour without a result is not measured again.
             if outcomes.iter().all(|o| matches!(o, Outcome::Measured(_))) {
                 eprintln!("run {run} of {runs}: {}", neighbour.name);
                 outcomes.push(measure(&programs, neighbour)?);

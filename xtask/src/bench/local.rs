@@ -1,4 +1,4 @@
-//! `cargo xtask bench local`: one run, every figure beside TCP loopback and beside one memcpy.
+//! `cargo xtask bench local`: one run, with every figure relative to TCP loopback and to one memcpy.
 
 use std::hint::black_box;
 use std::io::{Read, Write};
@@ -22,7 +22,7 @@ struct Report {
     bandwidth: Vec<Bandwidth>,
     cpu: Vec<Cpu>,
     events: Events,
-    /// Milliseconds for one vRNIC, over 100.
+    /// Milliseconds for one vRNIC, averaged over 100.
     create_vrnic_ms: f64,
     /// Processor time of the virtual layer over wall time, idle with 100 vRNICs, per cent.
     idle_cpu_percent: f64,
@@ -50,30 +50,30 @@ struct Bandwidth {
     write_over_tcp: f64,
 }
 
-/// Processor time of moving bytes, in core-seconds for each GB: of both programs and of the virtual layer's processes.
+/// Processor time for moving data, core-seconds per GB, of both programs and of the virtual layer's processes.
 #[derive(Serialize)]
 struct Cpu {
     bytes: u64,
-    /// WRITEs whose completions the client spins for.
+    /// WRITEs for whose completions the client spins.
     write: f64,
-    /// The part of it that is the virtual layer's.
+    /// The part of `write` that the virtual layer uses.
     write_layer: f64,
-    /// TCP loopback whose ends sleep when they must wait.
+    /// TCP loopback with ends that sleep while they wait.
     tcp: f64,
     write_over_tcp: f64,
 }
 
-/// What it costs to sleep until a message comes: one way, 2 B, typical times in microseconds.
+/// Cost of sleeping until a message arrives: one-way times of 2 B, typical values in microseconds.
 #[derive(Serialize)]
 struct Events {
-    /// SENDs whose receiver sleeps, and SENDs whose receiver spins.
+    /// SENDs with a receiver that sleeps (`event_us`) and with one that spins (`poll_us`).
     event_us: f64,
     poll_us: f64,
     added_us: f64,
-    /// A byte in a pipe that wakes another process: what the machine takes by itself.
+    /// A byte in a pipe that wakes another process: the cost of a wake-up on this machine.
     wake_us: f64,
     added_over_wake: f64,
-    /// TCP loopback whose ends sleep.
+    /// TCP loopback with ends that sleep.
     tcp_us: f64,
     event_over_tcp: f64,
 }
@@ -126,8 +126,8 @@ fn layer(lab: &Lab) -> Result<Vec<i32>> {
     Ok(lab.workers()?.iter().map(|w| w.1).chain([lab.pid() as i32]).collect())
 }
 
-/// Processor time for each GB of WRITEs and of TCP. What a run with few WRITEs takes is subtracted: programs that start, and
-/// perftest, which measures the processor's clock.
+/// Processor time per GB of WRITEs and of TCP. The time of a run with few WRITEs is subtracted: it covers the start of
+/// the programs, and perftest's measurement of the processor's clock.
 fn cpu(lab: &Lab, size: usize) -> Result<Cpu> {
     const BYTES: usize = 32 << 30;
     const FEW: usize = 100;
@@ -189,7 +189,7 @@ fn events(lab: &Lab) -> Result<Events> {
 }
 
 fn idle(lab: &Lab) -> Result<(f64, f64)> {
-    // The time of `unirdma status` is what starting the program and asking costs.
+    // `unirdma status` takes the time to start the program and to send a request.
     let timed = |args: &[&str]| {
         let start = Instant::now();
         let o = lab.unirdma(args);

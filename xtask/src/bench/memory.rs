@@ -1,4 +1,4 @@
-//! `cargo xtask bench memory`: what the way of memory costs programs, each figure beside its peer in the same run.
+//! `cargo xtask bench memory`: the cost of the way of memory for programs. Each figure has a peer in the same run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ use crate::{Result, packages};
 struct Report {
     topology: String,
     rows: Vec<Row>,
-    /// What was not measured, and why.
+    /// Figures that were not measured, with the reasons.
     skipped: Vec<String>,
 }
 
@@ -26,7 +26,7 @@ struct Row {
     user: &'static str,
     value: f64,
     unit: &'static str,
-    /// What it is compared with, in the same unit; nothing for a goal that is a number.
+    /// The peer's value, in the same unit; `None` for a goal that is a number.
     peer: Option<f64>,
     peer_is: &'static str,
     /// Value over peer.
@@ -37,7 +37,7 @@ struct Row {
     way: String,
 }
 
-/// What the figure, or its ratio if it has a peer, must be.
+/// Goal of a figure, or of its ratio if it has a peer.
 #[derive(Clone, Copy)]
 enum Goal {
     AtLeast(f64),
@@ -91,7 +91,7 @@ impl Bench<'_> {
         });
     }
 
-    /// A part of the measurement. What cannot be done is said at the end.
+    /// Runs a part of the measurement. Its error is reported at the end.
     fn part(&mut self, name: &str, f: impl FnOnce(&mut Self) -> Result<()>) {
         eprintln!("{name} ({})", self.user);
         if let Err(e) = f(self) {
@@ -99,20 +99,20 @@ impl Bench<'_> {
         }
     }
 
-    /// perftest in two containers; the rows of its client.
+    /// Runs perftest in two containers. Returns the rows of its client.
     fn perftest(&self, environment: &str, command: &str) -> Result<Vec<Vec<f64>>> {
         let server = format!("env {environment} {command}");
         rows(command, self.lab.pair(("a", &server), ("b", &format!("{server} 10.0.0.1")), &[])?)
     }
 
-    /// The ways that the regions of perftest's client go.
+    /// The ways of the regions of perftest's client.
     fn perftest_way(&self, environment: &str, command: &str) -> Result<String> {
         let server = format!("env {environment} {command} -n 10");
         let client = format!("env UNIRDMA_TRACE=1 {environment} {command} -n 10 10.0.0.1");
         Ok(ways(&self.lab.pair(("a", &server), ("b", &client), &[])?.1))
     }
 
-    /// Bandwidth between programs of four threads beside that between programs of one.
+    /// Bandwidth between programs with four threads, relative to programs with one.
     fn threads(&mut self) -> Result<()> {
         const COMMAND: &str = "ib_write_bw -s 1048576 -n 3000";
         let library = compile_as(self.lab, "idle-threads", "idle-threads.so", &["-shared", "-fPIC", "-pthread"])?;
@@ -128,7 +128,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The way *copy*, where it must be.
+    /// Measures the way *copy*, where it is the only one.
     fn copy(&mut self) -> Result<()> {
         let (mut sends, mut memcpys, mut rates) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..3 {
@@ -143,7 +143,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Runs `memory-bench`: its numbers by name, and the ways that memory goes.
+    /// Runs `memory-bench`. Returns its figures by name, and the ways of its regions.
     fn own(&self, exe: &str, what: &str) -> Result<(BTreeMap<String, f64>, String)> {
         let o = self.lab.spawn("a", &[], &format!("timeout 80 {exe} {what}"))?.finish();
         if !o.ok() {
@@ -191,10 +191,10 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// OpenMPI over UCX between two containers, beside OpenMPI's own shared memory.
+    /// OpenMPI over UCX between two containers, relative to OpenMPI's own shared memory.
     fn mpi(&mut self) -> Result<()> {
         let agent = self.lab.dir.join("agent");
-        // Two hosts do not share their temporary files, in which mpirun's agents keep what there is once for each host.
+        // Two hosts have separate temporary directories, where mpirun's agents keep their per-host state.
         let script = format!(
             "#!/bin/sh\nhost=$1; shift\nexport TMPDIR={0}/tmp-$host; mkdir -p \"$TMPDIR\"\n\
              exec {1} --dir {0}/run run --vrnic \"$host\" --net host --bind {0} -- sh -c \"$*\"\n",
@@ -221,7 +221,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Runs mpirun; while it runs, looks how the memory of vRNIC a is reached.
+    /// Runs mpirun. Meanwhile reads the way of the memory of vRNIC a.
     fn mpirun(&self, command: &str, way: Option<&mut String>) -> Result<Output> {
         let mut c = Command::new("timeout");
         c.args(["60", "sh", "-c", &format!("exec {command}")]).stdin(Stdio::null()).current_dir(&self.lab.dir);
@@ -244,7 +244,7 @@ impl Bench<'_> {
     }
 }
 
-/// The ways of regions in a trace, and how many go each.
+/// The ways in a trace, and the number of regions of each.
 fn ways(o: &Output) -> String {
     let mut count: BTreeMap<String, u32> = BTreeMap::new();
     for l in o.text.lines().filter(|l| l.contains("ibv_reg_mr")) {

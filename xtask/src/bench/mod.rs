@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: figures beside a peer in the same run.
+//! `cargo xtask bench`: figures relative to a peer in the same run.
 
 mod ab;
 mod busy;
@@ -27,7 +27,7 @@ pub(crate) use vm::vm;
 pub(crate) use wire::{PARTS, tcp, wire};
 pub(crate) use workers::workers;
 
-/// How the machine is shared out while programs on vRNICs of one host are measured.
+/// Description of the distribution of cores while programs on vRNICs of one host are measured.
 pub(crate) fn topology() -> String {
     let (pollers, shared) = pollers();
     format!("{pollers}; the two programs spin on {}", if shared { "the same cores" } else { "two others" })
@@ -43,7 +43,7 @@ fn pollers() -> (String, bool) {
 
 /// Processor time of a process, and of its children that have ended, in seconds.
 fn cpu_times(pid: impl std::fmt::Display) -> (f64, f64) {
-    /// Ticks of a second.
+    /// Ticks per second.
     const TICKS: f64 = 100.0;
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let after = stat.rsplit(')').next().unwrap_or_default();
@@ -56,10 +56,10 @@ fn cpu_of(pids: &[i32]) -> f64 {
     pids.iter().map(|pid| cpu_times(pid).0).sum()
 }
 
-/// Those of a list whose name contains a text.
+/// The elements of a list whose names contain a text.
 ///
 /// # Errors
-/// There is none; `kind` is what the list is of.
+/// If there is none. `kind` says in the message what the list has.
 pub(crate) fn named<T>(list: Vec<T>, name: impl Fn(&T) -> &str, only: Option<&str>, kind: &str) -> Result<Vec<T>> {
     let Some(text) = only else { return Ok(list) };
     if list.iter().any(|entry| name(entry).contains(text)) {
@@ -75,7 +75,7 @@ pub(crate) fn figures(text: &str) -> BTreeMap<String, f64> {
     text.lines().filter_map(number).collect()
 }
 
-/// The middle one, or the upper of two middle ones; not a number if there is none.
+/// The median, or the upper of two middle values. NaN for an empty list.
 pub(crate) fn median(x: impl IntoIterator<Item = f64>) -> f64 {
     let mut x: Vec<f64> = x.into_iter().collect();
     x.sort_by(f64::total_cmp);
@@ -88,7 +88,7 @@ pub(crate) fn print_json(report: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Rows of numbers of a server and a client that both ended well.
+/// Rows of numbers of a client. Fails unless server and client both succeeded.
 fn rows(command: &str, (s, c): (lab::Output, lab::Output)) -> Result<Vec<Vec<f64>>> {
     let rows = lab::rows(&c.text);
     if rows.is_empty() || !s.ok() || !c.ok() {

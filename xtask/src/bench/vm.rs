@@ -1,4 +1,5 @@
-//! `cargo xtask bench vm`: a guest with a vRNIC, beside the kernel's own soft RNIC and virtio-net in the same guest, and beside containers.
+//! `cargo xtask bench vm`: a guest with a vRNIC, relative to the kernel's own soft RNIC and virtio-net in the same
+//! guest, and to containers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -11,10 +12,10 @@ use crate::lab::{Lab, Output};
 use crate::suite::compile;
 use crate::vm::{self, Guest, Plan, Systems, Task};
 
-/// `xtask/c/vm-bench.c` says what it measures.
+/// Name of the measuring program, `xtask/c/vm-bench.c`.
 const PROGRAM: &str = "vm-bench";
 const GUEST: &str = "guest";
-/// Containers: one that the guest and the other container call, and that other one.
+/// The container that the guest and the other container call, and that other container.
 const CALLED: (&str, &str) = ("c", "10.0.0.3");
 const OTHER: (&str, &str) = ("d", "10.0.0.4");
 /// How long the program may take: emulated processors are slow.
@@ -39,9 +40,10 @@ const NOTIFICATIONS: [(&str, u32, u32, &str); 3] = [
     ("each after a pause of 20 ms, polled", 100, 20_000, "poll"),
     ("one after the other, by completion events", 200, 0, "event"),
 ];
-/// Trace events of QEMU: a processor of the guest reads or writes a register of a device. Under KVM each of them is an exit.
+/// Trace events of QEMU: a processor of the guest reads or writes a register of a device. Under KVM each of them is an
+/// exit.
 const TRACE: [&str; 2] = ["memory_region_ops_read", "memory_region_ops_write"];
-/// In the names of the vRNIC's registers, as the trace has them.
+/// Parts of the names of the vRNIC's registers in the trace.
 const REGISTERS: [&str; 2] = ["virtio-pci-", "-virtio-rdma'"];
 
 #[derive(Serialize)]
@@ -54,7 +56,7 @@ struct Report {
     notifications: Vec<Notifications>,
 }
 
-/// From one QP of a process to another of the same process.
+/// A figure between two QPs of one process.
 #[derive(Serialize)]
 struct Within {
     what: &'static str,
@@ -67,17 +69,17 @@ struct Within {
     guest_over_container: f64,
 }
 
-/// From the guest to a container.
+/// A figure from the guest to a container.
 #[derive(Serialize)]
 struct ToContainer {
     what: &'static str,
     unit: &'static str,
     guest: f64,
-    /// There and back, for times; over the vRNIC's network interface.
+    /// TCP over the vRNIC's network interface. Times are round trips.
     tcp: f64,
-    /// The same if both ends ask again and again instead of sleeping.
+    /// The same if both ends spin instead of sleeping.
     tcp_spinning: Option<f64>,
-    /// Over the better of both.
+    /// Ratio to the better of both.
     guest_over_tcp: f64,
     /// From a container to a container.
     container: f64,
@@ -92,22 +94,22 @@ struct Registration {
     guest: f64,
     rxe: f64,
     guest_over_rxe: f64,
-    /// Its pages are moved into a memory file.
+    /// With pages that are moved into a memory file.
     container_share: f64,
     container_copy: f64,
     guest_over_share: f64,
 }
 
-/// What posting WRITEs of 2 B from the guest's program costs beside memory accesses.
+/// Costs of posting WRITEs of 2 B from the guest's program, apart from memory accesses.
 #[derive(Serialize)]
 struct Notifications {
     what: &'static str,
     operations: u32,
-    /// Notifications that the worker has got to wake it, by `vrnic show`.
+    /// Notifications that woke the worker, from `vrnic show`.
     kicks: u64,
-    /// Other registers of the device that the guest has read or written, by QEMU's trace.
+    /// Accesses of the guest to other registers of the device, from QEMU's trace.
     registers: usize,
-    /// Both together.
+    /// Sum of both, per operation.
     per_operation: f64,
 }
 
@@ -119,7 +121,7 @@ fn get(of: &Figures, name: &str) -> f64 {
     of.get(name).copied().unwrap_or(f64::NAN)
 }
 
-/// Measures each part so often, one after the other in each round, so that a slow minute of the machine slows all of them down.
+/// Measures each part `runs` times, in rounds over all parts, so that a slow phase of the machine affects all of them.
 fn in_turn<const N: usize>(runs: u32, parts: [&dyn Fn() -> Result<Figures>; N]) -> Result<[Figures; N]> {
     let mut all: [Vec<Figures>; N] = std::array::from_fn(|_| Vec::new());
     for run in 1..=runs {
@@ -153,7 +155,7 @@ impl Bench<'_> {
         ended_well(words, &o.finish_within(LIMIT))
     }
 
-    /// A program in a container serves the one that `call` runs.
+    /// Runs `call` while a program in a container serves it.
     fn called(&self, call: impl FnOnce(&str) -> Result<Figures>) -> Result<Figures> {
         let mut server = self.lab.spawn(CALLED.0, &[], &format!("{} unirdma0 serve", self.program))?;
         if !server.wait_listening(|| false) {

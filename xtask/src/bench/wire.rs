@@ -1,4 +1,4 @@
-//! `cargo xtask bench wire`: two hosts joined by a veth pair, beside TCP over the same pair in the same run.
+//! `cargo xtask bench wire`: two hosts joined by a veth pair, relative to TCP over the same pair in the same run.
 
 use std::net::SocketAddr;
 use std::process::Command;
@@ -15,9 +15,9 @@ use crate::{Result, packages};
 struct Report {
     topology: String,
     networks: Vec<Network>,
-    /// WRITE of 1 MiB, MTU 9000, without the invariant CRC over with it.
+    /// WRITE of 1 MiB, MTU 9000: bandwidth without the invariant CRC / with it.
     bandwidth_without_icrc: Option<f64>,
-    /// What a secret of the group costs.
+    /// Cost of a secret of the group.
     secret: Option<Secret>,
     guest: Vec<InGuest>,
 }
@@ -58,7 +58,7 @@ struct Latency {
     operation: String,
     typical_us: f64,
     p99_us: f64,
-    /// Over TCP whose ends spin, and over TCP whose ends sleep until something comes.
+    /// Ratios to TCP with spinning ends, and to TCP with ends that sleep until data arrives.
     over_spinning_tcp: f64,
     over_sleeping_tcp: f64,
 }
@@ -73,7 +73,7 @@ struct Bandwidth {
     write_over_tcp: f64,
 }
 
-/// What TCP does between the two hosts.
+/// Figures of TCP between the two hosts.
 #[derive(Serialize, Deserialize)]
 struct TcpFigures {
     /// Latency: median and 99 %, microseconds.
@@ -86,7 +86,7 @@ struct TcpFigures {
 const SIZES: [usize; 9] = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1 << 20, 8 << 20];
 const PORT: u16 = 5201;
 
-/// The hidden command that measures TCP in this network namespace, against a process in another one.
+/// The hidden command that measures TCP between this network namespace and a process in another one.
 pub(crate) fn tcp(listen: SocketAddr, netns: &str) -> Result<()> {
     let mut peer = Command::new("ip");
     peer.args(["netns", "exec", netns]).arg(std::env::current_exe().map_err(|e| e.to_string())?);
@@ -168,7 +168,7 @@ fn guest() -> Result<Vec<InGuest>> {
         let programs = pair(command, &program(0, "a"), &program(0, "b"), "127.0.0.1");
         format!("{layer}; {programs}; killall unirdma")
     };
-    // rxe holds UDP port 4791 of the whole network namespace: ours have one of their own.
+    // rxe has bound UDP port 4791 in this network namespace, so our virtual layers get a namespace of their own.
     let packets = |command: &str| {
         let layers = "ip link set lo up mtu 9000; echo 10.9.0.2 default 127.0.1.2 > /tmp/p1; \
             echo 10.9.0.1 default 127.0.1.1 > /tmp/p2; for i in 1 2; do unirdma --dir /tmp/$i host --address \
@@ -184,7 +184,7 @@ fn guest() -> Result<Vec<InGuest>> {
         ("WRITE, 2 B [us]", "ib_write_lat -F -n 1000"),
     ] {
         let rxe = run(&pair(&format!("{command} -d rxe0 -x 1"), "env", "env", OWN))?;
-        // iWARP knows no other way to connect.
+        // iWARP connects only this way.
         let siw = has_siw.then(|| run(&pair(&format!("{command} -d siw0 -R"), "env", "env", OWN))).transpose()?;
         let (ours, by_packets) = (run(&local(command))?, run(&packets(command))?);
         all.push(InGuest { what: what.into(), rxe, siw, ours, by_packets, ours_over_rxe: ours / rxe });
@@ -192,8 +192,8 @@ fn guest() -> Result<Vec<InGuest>> {
     Ok(all)
 }
 
-/// Bandwidth without the ICRC over that with it: the best of several runs of each, in turn, since now and then a whole run
-/// is slow by half.
+/// Bandwidth without the ICRC / with it: the best of several alternating runs of each, because now and then a whole run
+/// is slower by half.
 fn icrc_share() -> Result<f64> {
     let mut best = [0.0f64; 2];
     let command = "ib_write_bw -s 1048576 -n 2000";
@@ -207,7 +207,7 @@ fn icrc_share() -> Result<f64> {
     Ok(best[1] / best[0])
 }
 
-/// What a secret costs: the best of several runs without and with it, in turn.
+/// Cost of a secret: the best of several alternating runs without and with it.
 fn secret() -> Result<Secret> {
     let mut s = Secret { write: [0.0; 2], send: [0.0; 2], latency_us: [f64::INFINITY; 2] };
     for _ in 0..5 {
@@ -225,7 +225,7 @@ fn secret() -> Result<Secret> {
     Ok(s)
 }
 
-/// What [`wire`] measures; all of it unless it is told to measure only some.
+/// Parts of [`wire`]. All are measured unless some are named.
 pub(crate) const PARTS: [&str; 4] = ["veth", "icrc", "guest", "secret"];
 
 pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {

@@ -1,5 +1,5 @@
-//! `cargo xtask bench workers`: what a worker for each group costs, how soon one that died is back, and how many busy groups share out
-//! the cores.
+//! `cargo xtask bench workers`: the cost of a worker for each group, the time to replace a worker that died, and how
+//! many busy groups share the cores.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use super::{cpu_of, median, print_json};
 use crate::lab::{self, Lab, Running};
 use crate::{Result, packages};
 
-/// How long bytes are counted, and how long programs go on before that.
+/// Time for which bytes are counted, and for which programs run before that.
 const TIME: Duration = Duration::from_secs(5);
 const BEFORE: Duration = Duration::from_secs(2);
-/// How often a worker is killed.
+/// Number of times that a worker is killed.
 const KILLS: u32 = 20;
-/// How long idle workers are watched.
+/// Time for which idle workers are observed.
 const IDLE: Duration = Duration::from_secs(5);
 
 #[derive(Serialize)]
@@ -54,7 +54,7 @@ fn ms(d: Duration) -> f64 {
     d.as_secs_f64() * 1e3
 }
 
-/// Makes groups of two vRNICs; milliseconds for each group.
+/// Creates groups of two vRNICs. Returns the milliseconds for each group.
 fn make(lab: &Lab, groups: usize) -> Result<Vec<f64>> {
     let mut took = Vec::new();
     for i in 0..groups {
@@ -71,7 +71,7 @@ fn make(lab: &Lab, groups: usize) -> Result<Vec<f64>> {
     Ok(took)
 }
 
-/// Bytes that each vRNIC has sent.
+/// Number of bytes that each vRNIC has sent.
 fn sent(lab: &Lab) -> Result<BTreeMap<String, f64>> {
     let o = lab.unirdma(&["vrnic", "ls", "--json"]);
     let all: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
@@ -94,7 +94,7 @@ fn rates(lab: &Lab, pairs: usize) -> Result<Vec<f64>> {
     let mut clients = start('b', "10.0.0.1")?;
     let names: Vec<String> = (0..pairs).map(|i| format!("b{i}")).collect();
     let began = Instant::now();
-    // Each has come to its data.
+    // Waits until each pair transfers data.
     loop {
         let now = sent(lab)?;
         if names.iter().all(|n| now.get(n).is_some_and(|&b| b > 0.0)) {
@@ -122,7 +122,7 @@ fn rates(lab: &Lab, pairs: usize) -> Result<Vec<f64>> {
 fn restarts(lab: &Lab, group: &str, vrnic: &str) -> Result<Vec<f64>> {
     (0..KILLS)
         .map(|_| {
-            // One that dies soon after its start is started anew a little later.
+            // A worker that dies soon after its start is restarted with a delay.
             std::thread::sleep(Duration::from_millis(200));
             let (pid, _) = lab.worker(group)?;
             let began = Instant::now();
@@ -138,7 +138,7 @@ fn restarts(lab: &Lab, group: &str, vrnic: &str) -> Result<Vec<f64>> {
         .collect()
 }
 
-/// KiB of a process's own, by `/proc/PID/smaps_rollup`.
+/// Private memory of a process in KiB, from `/proc/PID/smaps_rollup`.
 fn memory(pid: i32) -> Option<f64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let field =

@@ -1,4 +1,4 @@
-//! An etcd of the tests' own: one member in plain text, or three that ask for a certificate and a password.
+//! An etcd for the tests: one member in plain text, or three that require a certificate and a password.
 
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
@@ -10,19 +10,19 @@ use super::{Process, free_ports, wait_until};
 use crate::Result;
 use crate::lab::{Output, require};
 
-/// The user of the centres, who may use [`PREFIX`] alone, and the password.
+/// The user of the centres, who may use only [`PREFIX`], and the password.
 const USER: &str = "unirdma";
 pub(super) const PASSWORD: &str = "not-to-be-guessed";
 /// The administrator of etcd, and the password.
 const ROOT: &str = "root";
 
-/// Where the centres keep their fleet.
+/// Key prefix of the centres' fleet.
 pub(super) const PREFIX: &str = "fleet";
 
 /// A process of etcd, with its ports for clients and for the other members.
 struct Member {
     ports: [u16; 2],
-    /// `None`: it was killed.
+    /// `None` after it was killed.
     process: Option<Process>,
 }
 
@@ -44,7 +44,7 @@ impl Etcd {
     /// Starts Debian's etcd with its data in `dir`.
     ///
     /// # Errors
-    /// It did not come up.
+    /// If it does not come up.
     pub fn start(dir: &Path) -> Result<Etcd> {
         Etcd::of(dir, 1, false)
     }
@@ -52,7 +52,7 @@ impl Etcd {
     /// Starts three members that speak TLS with clients who have a certificate and a password.
     ///
     /// # Errors
-    /// They did not come up.
+    /// If they do not come up.
     pub fn start_secured(dir: &Path) -> Result<Etcd> {
         certificates(dir).map_err(|e| format!("certificates of etcd: {e}"))?;
         let etcd = Etcd::of(dir, 3, true)?;
@@ -90,7 +90,7 @@ impl Etcd {
     /// Starts a member.
     ///
     /// # Errors
-    /// It cannot be.
+    /// If it does not start.
     pub fn start_member(&mut self, n: usize) -> Result<()> {
         let scheme = if self.secured { "https" } else { "http" };
         let peer = |m: &Member| format!("http://127.0.0.1:{}", m.ports[1]);
@@ -110,21 +110,21 @@ impl Etcd {
         Ok(())
     }
 
-    /// `HOST:PORT` of each member, with commas between them.
+    /// `HOST:PORT` of each member, separated by commas.
     pub fn address(&self) -> String {
         self.addresses("")
     }
 
-    /// The addresses of all members, with commas between them, each behind a scheme.
+    /// The addresses of all members with a scheme, separated by commas.
     fn addresses(&self, scheme: &str) -> String {
         let all: Vec<String> = self.members.iter().map(|m| format!("{scheme}127.0.0.1:{}", m.ports[0])).collect();
         all.join(",")
     }
 
-    /// Writes into a centre's directory what it needs to log in.
+    /// Writes the credentials for etcd into a centre's directory.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// If they cannot be written.
     pub fn log_in_from(&self, centre: &Path, password: &str) -> std::io::Result<()> {
         for file in ["etcd-ca.pem", "etcd.pem", "etcd-key.pem"] {
             std::fs::copy(self.dir.join(file), centre.join(file))?;
@@ -135,7 +135,7 @@ impl Etcd {
         std::fs::write(centre.join("etcd.toml"), text)
     }
 
-    /// Runs `etcdctl`; with `by_password`, as it takes once there are passwords, as the administrator.
+    /// Runs `etcdctl`. `by_password`: as the administrator, which is necessary once passwords are set.
     fn ctl(&self, by_password: bool, args: &[&str]) -> Output {
         let mut c = Command::new("etcdctl");
         c.env("ETCDCTL_API", "3").args(["--endpoints", &self.addresses("https://")]);
@@ -147,7 +147,7 @@ impl Etcd {
         Output::of(c.args(args))
     }
 
-    /// How many members there are.
+    /// Number of members.
     pub fn members(&self) -> usize {
         self.members.len()
     }
@@ -162,10 +162,10 @@ impl Etcd {
         self.members[member].process = None;
     }
 
-    /// Starts a member again that was killed, and waits until all are there.
+    /// Restarts a killed member, and waits until all are up.
     ///
     /// # Errors
-    /// It does not come up.
+    /// If it does not come up.
     pub fn start_again(&mut self, member: usize) -> Result<()> {
         self.start_member(member)?;
         self.members[member].wait_up()?;

@@ -1,4 +1,5 @@
-//! A fleet goes from one centre with its state in a file to two on an etcd of three members, which ask for certificates and passwords.
+//! A fleet moves from one centre with its state in a file to two centres on an etcd of three members, which require
+//! certificates and passwords.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,10 +9,10 @@ use super::{Centres, Etcd, refused, wait_until};
 use crate::Result;
 use crate::lab::{self, Lab, Output, require};
 
-/// The fleet moves; then each member of etcd is killed in its turn.
+/// Moves the fleet, then kills each member of etcd in turn.
 ///
 /// # Errors
-/// What is not as it should be.
+/// The first check that fails.
 pub(crate) fn run() -> Result<()> {
     let mut c = Centres::prepare(Etcd::start_secured, false)?;
     c.start_centre_on(0, &[])?;
@@ -58,7 +59,8 @@ fn run_copy(c: &Centres, args: &[&str]) -> Output {
     c.run(&[&["control", "copy", &c.of(0)], args].concat(), None)
 }
 
-/// One member after the other is killed: changes are made all the same. Then two are: changes are refused, and hosts stay connected.
+/// Kills one member after the other: changes still succeed. Then kills two: changes are refused, and hosts stay
+/// connected.
 fn members_die(c: &mut Centres, host: &Lab) -> Result<()> {
     let mut longest = Duration::ZERO;
     for member in 0..c.etcd.members() {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::Result;
 
-/// How long an answer may take, and what a page is waited for.
+/// Longest time for an answer, and for a condition of a page.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// A browser with one page.
@@ -20,11 +20,11 @@ pub(super) struct Browser {
     from: Receiver<Value>,
     next: u64,
     session: String,
-    /// What it has said by itself.
+    /// Events that the browser has sent.
     events: Vec<Value>,
 }
 
-/// Makes a user's directory whose programs trust an authority, as a user does who imports its certificate.
+/// Makes the programs of a user's directory trust an authority, as a user does by importing its certificate.
 pub(super) fn trust(home: &Path, authority: &Path) -> Result<()> {
     let dir = home.join(".pki/nssdb");
     std::fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
@@ -52,7 +52,7 @@ impl Browser {
         let mut c = Command::new("sh");
         c.args(["-c", script]).env("HOME", home).env_remove("XDG_CONFIG_HOME").env_remove("DBUS_SESSION_BUS_ADDRESS");
         let child = c.stdin(stdin).stdout(stdout).stderr(log).spawn().map_err(|e| format!("chromium: {e}"))?;
-        // Else this process would hold the pipes' other ends.
+        // Otherwise this process would hold the pipes' other ends.
         drop(c);
         let (send, from) = channel();
         std::thread::spawn(move || {
@@ -88,7 +88,7 @@ impl Browser {
         Ok(())
     }
 
-    /// Goes on in a page of its own, which knows nothing of the one before: no token.
+    /// Opens a new page, which has no state of the previous one, so no token.
     pub fn open_another(&mut self) -> Result<()> {
         self.session.clear();
         let target = self.call("Target.createTarget", json!({ "url": "about:blank" }))?["targetId"].clone();
@@ -122,7 +122,7 @@ impl Browser {
         }
     }
 
-    /// What the page has said and asked for since the last call of this: events of these names.
+    /// Events with these names that arrived since the last call.
     pub fn events(&mut self, names: &[&str]) -> Vec<Value> {
         while let Ok(m) = self.from.try_recv() {
             self.events.push(m);
@@ -133,7 +133,7 @@ impl Browser {
         those
     }
 
-    /// Goes to an address and waits until it is loaded.
+    /// Opens an address and waits until it is loaded.
     pub fn go(&mut self, url: &str) -> Result<()> {
         let went = self.call("Page.navigate", json!({ "url": url }))?;
         match went["errorText"].as_str() {
@@ -172,7 +172,7 @@ impl Browser {
             match self.value(expression) {
                 Ok(value) if value == true => return Ok(()),
                 Ok(_) => {}
-                // It is just being loaded.
+                // The page is being loaded.
                 Err(e) if e.contains("navigated") || e.contains("context") => {}
                 Err(e) => return Err(e),
             }
@@ -190,7 +190,7 @@ impl Browser {
         self.wait(&format!("document.body.innerText.includes({quoted})"), &format!("`{text}` is not shown"))
     }
 
-    /// Presses a key: a character, or a name as `Tab`.
+    /// Presses a key: a character, or a name like `Tab`.
     pub fn key(&mut self, key: &str) -> Result<()> {
         let code = match key {
             "Tab" => 9,
@@ -231,13 +231,13 @@ impl Browser {
         Ok(())
     }
 
-    /// Makes the window so large. Narrow ones are those of telephones.
+    /// Resizes the window. Narrow windows behave as on telephones.
     pub fn resize(&mut self, width: u32, height: u32) -> Result<()> {
         let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500 });
         self.call("Emulation.setDeviceMetricsOverride", size).map(drop)
     }
 
-    /// The system of the user is `dark` or `light`, and wants no movement.
+    /// Sets the user's colour scheme, `dark` or `light`, and a preference for no animation.
     pub fn scheme(&mut self, scheme: &str) -> Result<()> {
         let features = json!([
             { "name": "prefers-color-scheme", "value": scheme },
@@ -246,7 +246,7 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", json!({ "features": features })).map(drop)
     }
 
-    /// Keeps a picture of the window.
+    /// Saves a picture of the window.
     pub fn picture(&mut self, file: &PathBuf) -> Result<()> {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png" }))?;
         let bytes = base64(shot["data"].as_str().unwrap_or_default()).ok_or("the picture is no base64")?;
@@ -263,7 +263,7 @@ impl Drop for Browser {
     }
 }
 
-/// Bytes that base64 stands for.
+/// Decodes base64.
 fn base64(text: &str) -> Option<Vec<u8>> {
     let digit = |c: u8| match c {
         b'A'..=b'Z' => Some(c - b'A'),

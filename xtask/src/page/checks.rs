@@ -1,4 +1,4 @@
-//! What the page must do, one check after the other in one browser with one fleet.
+//! Checks of the page, one after the other, in one browser with one fleet.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,16 +13,17 @@ use super::{HOSTS, host, vrnic};
 use crate::Result;
 use crate::lab::{Lab, Running, require, within};
 
-/// What is wrong with the page for those who see little or use no mouse.
+/// Script that finds accessibility faults of the page.
 const AUDIT: &str = include_str!("audit.js");
-/// Names that would be more than text in a page that takes them for HTML.
+/// Names that would have effects in a page that takes them for HTML.
 const HOSTILE: [&str; 3] =
     ["<img src=x onerror=hacked=1>", "\"><script>hacked=1</script>", "'-hacked=1-' javascript:hacked=1"];
-/// vRNICs of a large fleet, and the longest that the page may be busy with one message or view of it.
+/// Number of vRNICs of a large fleet, and the longest time for which the page may be busy with one message or view of
+/// it.
 const MANY: usize = 10_000;
 const BUSY: Duration = Duration::from_millis(1500);
 
-/// The views, with what each shows.
+/// The views, and a text that each shows.
 const VIEWS: [(&str, &str, &str); 10] = [
     ("map", "#/", "hosts connected"),
     ("hosts", "#/hosts", "rack1-a"),
@@ -36,12 +37,12 @@ const VIEWS: [(&str, &str, &str); 10] = [
     ("missing", "#/vrnics/nobody", "There is no vRNIC of this name"),
 ];
 
-/// A browser, a fleet, and what came of them.
+/// A browser, a fleet, and the state of the checks.
 pub(super) struct Scene {
     fleet: Fleet,
     browser: Browser,
     out: PathBuf,
-    /// Since the last check, calls may fail: the centre was away, or has refused a token.
+    /// Calls may have failed since the last check, because the centre was away or has refused a token.
     failures_expected: bool,
     real: Option<Real>,
 }
@@ -164,7 +165,7 @@ impl Scene {
         self.go("#/vrnics/mpi-03")?;
         let sent = "document.querySelector('.cards b').textContent";
         self.browser.wait(&format!("{sent}.endsWith('GB/s')"), "there is no traffic")?;
-        // Two neighbours at 2.4 and 2.1 GB/s and a store at 0.4, each 40 % more or less.
+        // Two neighbours at 2.4 and 2.1 GB/s and a store at 0.4, each within 40 %.
         let first = self.browser.text(sent)?;
         let figure: f64 = first.split(' ').next().and_then(|n| n.parse().ok()).unwrap_or(0.0);
         require((2.5..7.5).contains(&figure), format!("mpi-03 sends {first}"))?;
@@ -172,7 +173,7 @@ impl Scene {
         for peer in ["mpi-02", "mpi-04", "store-1"] {
             self.browser.shows(peer)?;
         }
-        // It ends, and so do its figures, though nothing is reported of a vRNIC that does nothing.
+        // The traffic ends. Its figures must end too, although nothing is reported about an idle vRNIC.
         let all = std::mem::take(&mut self.fleet.world()?.links);
         self.fleet.world()?.links = all.iter().cloned().map(|l| super::Link { rates: [0.0; 2], ..l }).collect();
         self.browser.wait(&format!("{sent} === '0'"), "traffic has ended, and its rate has not")?;
@@ -198,7 +199,7 @@ impl Scene {
         self.browser.scheme("light")
     }
 
-    /// What has the focus: its text or name, and whether one sees that it has.
+    /// The text or name of the focused element, and whether its focus is visible.
     fn focus(&mut self) -> Result<String> {
         let look = "(() => { const e = document.activeElement, s = getComputedStyle(e.querySelector?.('rect') ?? e); \
                     const seen = e.matches('main') || (e.matches('.vrnic') ? parseFloat(s.strokeWidth) >= 3 : s.outlineStyle !== 'none' \
@@ -250,7 +251,7 @@ impl Scene {
             self.browser.key(key)?;
             self.browser.wait(&format!("location.hash === '{hash}'"), "a number does not open its view")?;
         }
-        // Keys that come faster than the browser tells the page that its address has changed.
+        // The keys arrive faster than the browser reports the changed address to the page.
         let press = |key: &str| {
             format!(
                 "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {{ key: '{key}', bubbles: true }}));"
@@ -259,10 +260,10 @@ impl Scene {
         self.browser.value(&["5", "1", "j"].map(press).concat())?;
         let first = self.focus()?;
         require(first == "mpi-00", format!("5, 1 and j come to `{first}`"))?;
-        // The two connections of what has the focus stand out, and it keeps the focus while numbers change.
+        // The two connections of the focused element are highlighted, and it keeps the focus while numbers change.
         let stand_out = "document.querySelectorAll('.picked .link.of').length";
         self.browser.wait(&format!("{stand_out} === 2"), "its connections do not stand out")?;
-        // Those of a vRNIC under the mouse do instead, until the mouse leaves it.
+        // While the mouse is over a vRNIC, the connections of that vRNIC are highlighted instead.
         for (over, n) in [("[data-key=alice]", 1), ("h1", 2)] {
             let moved = "new PointerEvent('pointerover', { bubbles: true })";
             self.browser.value(&format!("document.querySelector('main {over}').dispatchEvent({moved})"))?;
@@ -390,7 +391,7 @@ impl Scene {
             "document.querySelectorAll('main img, main script, main [onerror]').length + ('hacked' in globalThis)",
         )?;
         require(made == 0, "a name has become HTML")?;
-        // The policy forbids what the page itself never does.
+        // The content security policy forbids scripts that the page itself never inserts.
         let ran = "(() => { const s = document.createElement('script'); s.textContent = 'hacked = 1'; document.body.append(s); s.remove(); \
                    return 'hacked' in globalThis; })()";
         require(self.browser.value(ran)? == false, "an inline script runs")?;
@@ -432,7 +433,7 @@ impl Scene {
         self.picture("real-host")
     }
 
-    /// A host reports every 5 s. What it reports after the last packet are its own figures.
+    /// After the last packet the centre's figures must become equal to the host's. A host reports every 5 s.
     fn real_host_figures(&mut self) -> Result<()> {
         self.real_host_joins()?;
         let Some(Real { lab, programs }) = self.real.take() else { return Err("there is no real host".into()) };
@@ -466,7 +467,7 @@ impl Scene {
             vrnic(&format!("v-{i:05}"), &format!("tenant-{:02}", i % 20), &format!("farm-{:02}", i / 20 % 40))
         };
         objects.extend((0..MANY).map(one));
-        // The longest that the page is busy without a pause.
+        // The longest time for which the page is busy without a pause.
         self.browser.value(
             "globalThis.longest = 0; new PerformanceObserver((l) => { for (const e of l.getEntries()) longest = Math.max(longest, e.duration); }) \
              .observe({ entryTypes: ['longtask'] })",
@@ -495,7 +496,7 @@ impl Scene {
         self.browser.reload()?;
         self.browser.wait(all, "they do not come again")?;
         took.insert("from nothing", start.elapsed().as_millis());
-        // Changes of another vRNIC go on coming.
+        // Changes of another vRNIC keep arriving.
         self.go("#/vrnics/mpi-03")?;
         let sent = "document.querySelector('.cards b').textContent";
         let first = self.browser.text(sent)?;

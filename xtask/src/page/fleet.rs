@@ -22,26 +22,26 @@ use crate::Result;
 /// Time between two reports of a host. Real ones take 5 s.
 const REPORT: Duration = Duration::from_millis(1000);
 
-/// Two vRNICs that are connected.
+/// A connection of two vRNICs.
 #[derive(Clone)]
 pub(super) struct Link {
     pub ends: [String; 2],
     pub qps: u32,
-    /// Bytes a second that each end sends, on the average of half a minute.
+    /// Bytes per second that each end sends, averaged over half a minute.
     pub rates: [f64; 2],
 }
 
-/// What the hosts have to report.
+/// The state that the hosts report.
 #[derive(Default)]
 pub(super) struct World {
     pub links: Vec<Link>,
-    /// Errors a second of a vRNIC.
+    /// Errors per second of a vRNIC.
     pub errors: BTreeMap<String, f64>,
     /// Problems of hosts.
     pub problems: BTreeMap<String, Vec<String>>,
 }
 
-/// The centre and its hosts. All end with this value.
+/// The centre and its hosts. Dropping this value ends them.
 pub(super) struct Fleet {
     pub dir: PathBuf,
     pub url: String,
@@ -90,7 +90,7 @@ impl Fleet {
         self.dir.join("centre/authority.pem")
     }
 
-    /// Starts the centre, which has been stopped.
+    /// Starts the stopped centre.
     pub fn start_centre(&mut self) -> Result<()> {
         let log = std::fs::File::options().append(true).create(true).open(self.dir.join("centre.log"));
         let mut c = Command::new(&self.unirdma);
@@ -116,7 +116,7 @@ impl Fleet {
         }
     }
 
-    /// A call of the administrator.
+    /// Makes a call as the administrator.
     fn call<T>(
         &self,
         call: impl AsyncFnOnce(FleetClient<Channel>) -> std::result::Result<T, tonic::Status>,
@@ -142,19 +142,19 @@ impl Fleet {
         self.call(async |mut c| c.apply(request).await).map(drop)
     }
 
-    /// Deletes something, with what depends on it.
+    /// Deletes an object, and all objects that depend on it.
     pub fn delete(&self, kind: v1::Kind, name: &str) -> Result<()> {
         let names = vec![v1::Name { kind: kind.into(), name: name.into() }];
         let request = self.by_admin(v1::DeleteRequest { names, force: true, dry_run: false })?;
         self.call(async |mut c| c.delete(request).await).map(drop)
     }
 
-    /// What the hosts have to report.
+    /// The state that the hosts report.
     pub fn world(&self) -> Result<MutexGuard<'_, World>> {
         self.world.lock().map_err(|e| e.to_string())
     }
 
-    /// Takes a token back.
+    /// Revokes a token.
     pub fn revoke(&self, id: &str) -> Result<()> {
         let request = self.by_admin(v1::RevokeTokenRequest { id: id.into() })?;
         self.call(async |mut c| c.revoke_token(request).await).map(drop)
@@ -171,7 +171,7 @@ impl Fleet {
         self.token(v1::Token { role: v1::Role::Join.into(), host: host.into(), ..Default::default() })
     }
 
-    /// What is known of a vRNIC beside what is declared.
+    /// The reported state of a vRNIC.
     pub fn state(&self, vrnic: &str) -> Result<v1::VrnicState> {
         let request = v1::GetRequest { kind: v1::Kind::Vrnic.into(), name: vrnic.into(), ..Default::default() };
         let request = self.by_admin(request)?;
@@ -213,7 +213,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Cuts a host's connection, and lets it be away.
+    /// Cuts a host's connection. The host stays away.
     pub fn disconnect(&mut self, host: &str) {
         if let Some(task) = self.hosts.get_mut(host).and_then(|h| h.1.take()) {
             task.abort();
@@ -236,7 +236,7 @@ fn endpoint(url: &str, authority: &str, identity: Option<Identity>) -> Result<En
     endpoint.tls_config(tls).map_err(|e| e.to_string())
 }
 
-/// Sums of a vRNIC, or of one of its connections, which is named by its peer.
+/// Counters of a vRNIC, or of one of its connections, which is named by its peer.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     sent: f64,
@@ -254,7 +254,7 @@ struct Host {
 }
 
 impl Host {
-    /// Is connected until that fails.
+    /// Connects, and returns when the connection fails.
     async fn attach(&mut self, endpoint: &Endpoint) -> std::result::Result<(), tonic::Status> {
         let gone = |_| tonic::Status::unavailable("the connection has ended");
         let channel = endpoint.connect().await.map_err(|e| tonic::Status::unavailable(e.to_string()))?;
@@ -315,7 +315,7 @@ impl Host {
         }
     }
 
-    /// What its vRNICs have done, these seconds later.
+    /// Advances the counters of its vRNICs by `seconds`, and returns their state.
     fn report(&mut self, seconds: f64) -> Vec<v1::VrnicState> {
         let world = self.world.lock().unwrap_or_else(PoisonError::into_inner);
         let wave = |i: usize| 1.0 + 0.4 * (clock_ms() as f64 / 4700.0 + i as f64).sin();

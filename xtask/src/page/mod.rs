@@ -13,15 +13,15 @@ use unirdma_fleet::v1::{self, object::Object};
 
 use crate::{Result, lab, packages};
 
-/// How `cargo xtask page` runs.
+/// Options of `cargo xtask page`.
 pub(crate) struct Options<'a> {
-    /// Where pictures go.
+    /// Directory of the pictures.
     pub out: &'a Path,
     /// Only the checks whose names contain this.
     pub only: Option<&'a str>,
     /// The programs are built already.
     pub built: bool,
-    /// Leave the fleet for somebody to look at.
+    /// Keep the fleet running, for a person to look at.
     pub stay: bool,
 }
 
@@ -79,7 +79,7 @@ fn declare(fleet: &mut Fleet) -> Result<()> {
     HOSTS[..4].iter().try_for_each(|h| fleet.join(h))
 }
 
-/// Starts a fleet in a new directory, which goes with the value.
+/// Starts a fleet in a new directory. Dropping the directory's value removes it.
 fn start() -> Result<(Directory, Fleet)> {
     let path = std::env::temp_dir().join(format!("unirdma-page-{}", std::process::id()));
     let dir = Directory(path);
@@ -97,7 +97,7 @@ impl Drop for Directory {
     }
 }
 
-/// Makes the checks whose names are wanted, and hands each to `each` with how it went. Pictures go to `out`.
+/// Makes the checks whose names are wanted, and passes the result of each to `each`. Pictures go to `out`.
 pub(crate) fn checks(out: &Path, wants: impl Fn(&str) -> bool, mut each: impl FnMut(&str, Result<()>)) -> Result<()> {
     // The directory is removed last.
     let (_dir, fleet) = start()?;
@@ -114,7 +114,7 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     STEPS.iter().map(|s| s.0)
 }
 
-/// Looks at the page in each way, and keeps pictures.
+/// Makes all checks of the page, and saves pictures.
 pub(crate) fn run(options: &Options) -> Result<()> {
     packages::ensure(&[packages::RUN, packages::PAGE])?;
     if !options.built {
@@ -140,7 +140,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if failed == 0 { Ok(()) } else { Err(format!("{failed} checks of the page failed")) }
 }
 
-/// Leaves the fleet for somebody to look at.
+/// Keeps the fleet running, for a person to look at.
 fn stay() -> Result<()> {
     let (dir, mut fleet) = start()?;
     declare(&mut fleet)?;

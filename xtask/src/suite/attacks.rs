@@ -1,15 +1,16 @@
-//! Each attack of `cargo xtask attack` that is a program, for a second, against one virtual layer: nobody but the attacker loses
-//! anything. Nothing is timed.
+//! Each attack of `cargo xtask attack` that is a program, for a second, against one virtual layer: it harms only the
+//! attacker. Nothing is timed.
 
 use super::*;
 use crate::attack::footprint::Footprint;
 use crate::attack::list::{ATTACKS, Attack, Program, Way};
 use crate::attack::scene::{Place, Scene};
 
-/// How long an attack goes on before others begin, beside the time that a scene gives it.
+/// Duration of an attack before other programs start, in addition to the time that a scene gives it.
 const TIME: Duration = Duration::from_millis(500);
 
-/// Runs an attack, and programs beside it and after it. The virtual layer holds no more than before all attacks.
+/// Runs an attack, and programs during it and after it. Checks that the virtual layer then holds no more than before
+/// all attacks.
 fn endure(scene: &Scene, before: &Footprint, attack: &Attack, program: &Program) -> Check {
     match scene.attacker(program)? {
         Err(why) => println!("skipped: {}: {why}", attack.name),

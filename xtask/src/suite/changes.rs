@@ -1,4 +1,4 @@
-//! What an administrator changes while programs run: links and addresses; and what programs change at QPs that work.
+//! Changes while programs run: links and addresses by an administrator, and attributes of working QPs by programs.
 
 use super::*;
 
@@ -40,7 +40,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         std::thread::sleep(Duration::from_millis(500));
         let client = lab.spawn("b", &[], "timeout 60 ib_write_bw -D 5 -f 1 10.0.0.1")?;
         std::thread::sleep(Duration::from_millis(2500));
-        // Less than the retries of perftest's QPs take, and the TCP connection beside them.
+        // The link is down for a shorter time than the retries of perftest's QPs and of its TCP connection last.
         admin(lab, &["vrnic", "link", "b", "down"])?;
         let shown = lab.unirdma(&["vrnic", "ls"]);
         std::thread::sleep(Duration::from_millis(150));

@@ -23,11 +23,12 @@ pub(super) fn run(s: &mut Suite<'_>) {
     );
 }
 
-/// Those of `crates/control/src/store/tests.rs` that need an etcd.
+/// Runs the tests of `crates/control/src/store/tests.rs` that need an etcd.
 fn store_tests(dir: &std::path::Path) -> Check {
     let etcd = Etcd::start(dir)?;
     let mut c = Command::new("timeout");
-    // The whole workspace, since what one package alone needs would be built anew: the other packages have no such tests.
+    // The whole workspace, because a build for one package alone would rebuild its dependencies. Other packages have no
+    // such tests.
     c.args(["900", "cargo", "test", "--workspace", "--tests", "store::tests::etcd", "--", "--ignored"]);
     let o = Output::of(c.env("UNIRDMA_TEST_ETCD", etcd.address()).current_dir(lab::root()));
     require(o.ok() && o.text.contains("4 passed"), o.text)

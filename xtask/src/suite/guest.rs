@@ -13,12 +13,12 @@ use super::*;
 use crate::lab::Running;
 use crate::vm::{self, Guest, Plan, Rxe, Systems, Task};
 
-/// Who takes part in a test.
+/// An end of a test.
 #[derive(Clone, Copy)]
 enum End<'a> {
     Guest(&'a Guest),
     Container(Container<'a>),
-    /// The Linux kernel's own RNIC in a machine of its own, by one of that machine's addresses.
+    /// The Linux kernel's own RNIC in another machine, at one of that machine's addresses.
     Rxe(&'a Rxe, &'static str),
 }
 
@@ -30,17 +30,17 @@ struct Container<'a> {
     address: &'static str,
 }
 
-/// That of vRNIC `c`, beside the two guests.
+/// The container of vRNIC `c`, the peer of the two guests.
 fn container(lab: &Lab) -> End<'_> {
     End::Container(Container { lab, vrnic: "c", address: ADDRESS_OF_CONTAINER })
 }
 
-/// That of vRNIC `d`, which is a further peer.
+/// The container of vRNIC `d`, a further peer.
 fn other_container(lab: &Lab) -> End<'_> {
     End::Container(Container { lab, vrnic: "d", address: ADDRESS_OF_OTHER })
 }
 
-/// Makes the vRNICs of both.
+/// Creates the vRNICs of both containers.
 fn add_containers(lab: &Lab) -> Check {
     lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
     lab.vrnic("d", &["--ip", ADDRESS_OF_OTHER])
@@ -68,25 +68,25 @@ impl Program {
     }
 }
 
-/// Emulated processors are slow, and this machine may be busy: how long programs may take.
+/// Longest time for a program. Emulated processors are slow, and this machine may be busy.
 pub(super) const LIMIT: Duration = Duration::from_secs(60);
-/// How long a test as a part of all tests waits for what may never come.
+/// Time for which a test waits, as a part of all tests, for an event that may never happen.
 const SOON: Duration = Duration::from_secs(5);
 const ADDRESS_OF_CONTAINER: &str = "10.0.0.3";
 const ADDRESS_OF_OTHER: &str = "10.0.0.4";
 
 impl End<'_> {
-    /// Starts a program, which gets the option for the index of the GID if it takes one.
+    /// Starts a program. Adds the option for the GID index if the program takes one.
     fn spawn(&self, program: &str) -> Result<Program> {
         let gid = match self {
             End::Guest(g) => g.gid()?,
             End::Container(_) => 0,
-            // The first is that of the link-local address.
+            // Index 0 is the link-local address.
             End::Rxe(..) => 1,
         };
         let program = match program.split_once(' ') {
             Some((name, rest)) if name.ends_with("pingpong") => format!("{name} -g {gid} {rest}"),
-            // With -R addresses say it.
+            // With -R the address selects the GID.
             Some((name, rest)) if name.starts_with("ib_") && !program.contains(" -R ") => {
                 format!("{name} -F -x {gid} {rest}")
             }
@@ -123,12 +123,12 @@ impl End<'_> {
     }
 }
 
-/// The same program at both ends; both must end well.
+/// Checks that the same program succeeds at both ends.
 fn pair(server: End<'_>, client: End<'_>, program: &str) -> Check {
     connect(server, client, (program, &format!("{program} ADDR")))
 }
 
-/// A server and its client, which gets the server's address for `ADDR`; both must end well.
+/// Checks that a server and its client succeed. `ADDR` in the client's command stands for the server's address.
 fn connect(server: End<'_>, client: End<'_>, programs: (&str, &str)) -> Check {
     let run = || -> Result<(Output, Output)> {
         let s = server.serve(programs.0)?;
@@ -136,7 +136,7 @@ fn connect(server: End<'_>, client: End<'_>, programs: (&str, &str)) -> Check {
         let limit = if c.ok() { LIMIT } else { Duration::from_secs(5) };
         Ok((s.finish_within(limit), c))
     };
-    // perftest measures the processor's clock against the system's, and gives up on a machine that was busy meanwhile.
+    // perftest compares the processor's clock with the system's, and gives up if the machine was busy meanwhile.
     let (s, c) = run()?;
     let gave_up = |o: &Output| o.text.contains("Can't produce a report");
     both_end_well(if gave_up(&s) || gave_up(&c) { run()? } else { (s, c) })
@@ -145,7 +145,7 @@ fn connect(server: End<'_>, client: End<'_>, programs: (&str, &str)) -> Check {
 /// Two guests and a container on one virtual layer.
 pub(super) struct Scene {
     pub guests: Vec<Guest>,
-    /// What each guest's kernel has for itself.
+    /// Numbers of objects that each guest's kernel has for itself.
     objects: Vec<[Option<u64>; 4]>,
     pub lab: Lab,
 }
@@ -181,7 +181,7 @@ impl Prepared<'_> {
         self.systems.get_or_init(|| Systems::make(self.kernel)).as_ref().map_err(Clone::clone)
     }
 
-    /// The first of them.
+    /// The first system.
     fn system(&self) -> Result<&vm::System> {
         self.systems()?.all.first().ok_or_else(|| "no kernel".into())
     }
@@ -205,51 +205,52 @@ impl Stage<'_> {
         Ok((&scene.guests[i], &scene.lab))
     }
 
-    /// Does something with a guest. If it fails, what the guest and the virtual layer have said explains it.
+    /// Calls `f` with a guest. If that fails, adds the logs of the guest and of the virtual layer to the error.
     fn explained(&self, i: usize, f: &dyn Fn(&Guest, &Lab) -> Check) -> Check {
         let (g, lab) = self.guest(i)?;
         f(g, lab).map_err(|e| format!("{}\n{}", g.explain(&e), lab.log()))
     }
 
-    /// Nothing of a guest's is left in the virtual layer but what its kernel had in the beginning.
+    /// Checks that the virtual layer has no objects of a guest except those that its kernel had at first.
     fn nothing_left(&self, i: usize) -> Check {
         nothing_left(self.scene()?, i)
     }
 }
 
-/// How many QPs, CQs and MRs a guest has.
+/// Numbers of the QPs, CQs and MRs of a guest.
 fn objects(lab: &Lab, guest: &Guest) -> Result<[Option<u64>; 4]> {
     let v = lab.show(&guest.vrnic)?;
     Ok(["qps", "cqs", "mrs_mapped", "mrs_copied"].map(|k| v[k].as_u64()))
 }
 
-/// Nothing of a guest's is left in the virtual layer but what its kernel had in the beginning.
+/// Checks that the virtual layer has no objects of a guest except those that its kernel had at first.
 pub(super) fn nothing_left(scene: &Scene, i: usize) -> Check {
     as_before(&scene.lab, &scene.guests[i], &scene.objects[i])
 }
 
-/// A guest has as many objects again as it had before.
+/// Waits until a guest has the same numbers of objects as before.
 fn as_before(lab: &Lab, guest: &Guest, before: &[Option<u64>; 4]) -> Check {
     let now = || objects(lab, guest);
     wait_until(|| now().as_ref() == Ok(before), "")
         .map_err(|_| format!("QPs, CQs, MRs mapped and copied: {:?}, before {before:?}", now()))
 }
 
-/// What has been written into a vRNIC's memory by others, in bytes.
+/// Number of bytes that peers have written into a vRNIC's memory.
 fn written(lab: &Lab, vrnic: &str) -> Result<u64> {
     lab.show(vrnic)?["counters"]["received_bytes"].as_u64().ok_or_else(|| "no counters".into())
 }
 
-/// More than messages of connection management bring, of which one to a program that is gone may come late.
+/// More than the bytes of connection management, of which a late message to an ended program may be a part.
 const DATA: u64 = 64 << 10;
 
-/// Waits until more is written into a vRNIC's memory, by a program that writes all the time.
+/// Waits until more data is written into a vRNIC's memory, by a program that writes all the time.
 fn goes_on(lab: &Lab, vrnic: &str) -> Check {
     let begin = written(lab, vrnic)?;
     wait_until(|| written(lab, vrnic).is_ok_and(|n| n > begin + DATA), "nothing is written")
 }
 
-/// Programs that write for so long from the container into the memory of a guest; the container's.
+/// Starts programs that write from the container into the memory of a guest for `seconds`. Returns the container's
+/// program.
 fn connected(guest: &Guest, lab: &Lab, seconds: u32) -> Result<Program> {
     let p = format!("ib_write_bw -s 65536 -D {seconds}");
     End::Guest(guest).serve(&p)?;
@@ -258,18 +259,18 @@ fn connected(guest: &Guest, lab: &Lab, seconds: u32) -> Result<Program> {
     Ok(client)
 }
 
-/// A peer's program hears of its loss as from hardware: what it had asked for is not answered.
+/// Checks that a peer's program learns of the loss as from hardware: its requests are not answered.
 fn ends_with_error(program: Program) -> Check {
     let o = program.finish_within(LIMIT);
     let told = o.text.contains("status 12") && o.code.is_some_and(|c| c != 124);
     require(!o.ok() && told, format!("the peer's program ends so: {:?} {}", o.code, o.text))
 }
 
-/// How long a hostile process goes on in each round.
+/// Duration of a hostile process in each round, s.
 const SECONDS_HOSTILE: u32 = 4;
 const NAMES: [&str; 2] = ["first", "second"];
 
-/// `rounds`: how often guests start again and load their drivers again, each time, and how long hostile processes go on.
+/// `rounds`: how often guests restart and reload their drivers in each test, and how many rounds hostile processes run.
 pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
     if lab::uid() != 0 {
         println!("skipped: guests with vRNICs (their network needs root)");
@@ -287,7 +288,7 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
     for i in 0..NAMES.len() {
         changes::power(s, &stage, i);
     }
-    // Two machines at a time.
+    // Only two machines run at a time.
     drop(stage);
     s.check("a guest that `unirdma vm run` starts", |_| vm_run::check(&Lab::start(None)?, prepared.system()?));
     hosts::run(s, &prepared);

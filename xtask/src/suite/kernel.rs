@@ -58,7 +58,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         s.check(&name(true, server), |_| {
             let g = guest()?;
             let run = || g.serve_there(server, &client.replace("ADDR", vm::RXE).replace("IPV6", vm::RXE6));
-            // What shows that the guest listens may be of the program before.
+            // The listening port that was seen may belong to the previous program.
             let early = run().and_then(|o| if o.1.text.contains("REJECTED") { run() } else { Ok(o) });
             both_end_well(early?)
         });
@@ -78,7 +78,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         require(log.ok() && !log.text.to_lowercase().contains("icrc") && log.text.contains("PORT_ACTIVE"), log.text)?;
         clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
     });
-    // Some programs, both ways, on a virtual layer that was started anew.
+    // Some programs, in both directions, on a virtual layer that was restarted.
     let both_ways = |g: &Rxe, n: usize| {
         for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(n) {
             both_end_well(g.pair(true, ours, guests)?)?;

@@ -1,21 +1,22 @@
-//! What a hostile container sends by its eth0, and a hostile user of one host to another; hosts that disagree on numbers of groups.
+//! Attacks over the network: frames from a hostile container's eth0, packets from a hostile user of another host, and
+//! hosts that disagree on the numbers of groups.
 
 use std::process::Command;
 
 use super::*;
 
-/// Waits until `unirdma` says a text.
+/// Waits until the output of `unirdma` contains a text.
 fn wait_said(lab: &Lab, args: &[&str], text: &str) -> Check {
     let said = || lab.unirdma(args).text;
     wait_until(|| said().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", said()))
 }
 
-/// A container that answers ARP with the address of vRNIC b, which vRNIC a looks for.
+/// A container answers ARP for the address of vRNIC b, which vRNIC a resolves.
 pub(crate) fn arp_spoof(lab: &Lab) -> Check {
     let forge = compile(lab, "forge", &[])?;
     lab.vrnic("evil", &["--ip", "10.0.0.66"])?;
     let (own, others) = (said(lab, "b", "mac")?, said(lab, "evil", "mac")?);
-    // What vRNIC a believes while `evil` says that b's address is with it.
+    // The MAC address that vRNIC a resolves while `evil` claims b's address.
     let believed = || {
         let b = lab.spawn("b", &[], "sleep 30")?;
         let a = lab.spawn("a", &[], &format!("{forge} neighbour 10.0.0.2 5"))?;
@@ -31,7 +32,7 @@ pub(crate) fn arp_spoof(lab: &Lab) -> Check {
     require(!text.contains(&others), text)?;
     let o = lab.unirdma(&["vrnic", "show", "evil"]);
     require(o.text.contains("refused: 30 with ARP or ND of another address"), o.text)?;
-    // The same from a router succeeds, so the test can see it.
+    // The same attack by a router succeeds, which shows that the test can detect it.
     let o = lab.unirdma(&["vrnic", "set", "evil", "--allow-spoof", "on"]);
     require(o.ok() && o.text.contains("may send with any IP address"), o.text)?;
     let text = believed()?;
@@ -40,7 +41,7 @@ pub(crate) fn arp_spoof(lab: &Lab) -> Check {
     require(o.ok(), o.text)
 }
 
-/// On the single host.
+/// Tests on one host.
 pub(super) fn spoofing(s: &mut Suite<'_>) {
     s.check("a container answers ARP for itself only, unless it may spoof", arp_spoof);
 }
@@ -54,7 +55,7 @@ fn as_nobody(two: &TwoHosts, host: usize, program: &str) -> Output {
     Output::of(c.args(program.split_whitespace()))
 }
 
-/// What arrives in the container of the second host while a user of the first host runs an attack.
+/// Runs an attack as a user of the first host. Returns the packets that arrive in the container of the second host.
 fn attacked(two: &TwoHosts, forge: &str, attack: &str) -> Result<String> {
     let victim = two.labs[1].spawn("b", &[], &format!("{forge} listen 2"))?;
     wait_for(&victim, "listening")?;
@@ -72,7 +73,7 @@ fn tables(two: &TwoHosts, host: usize) -> Result<String> {
 const RANDOM_PORT: &str = "vxlan 192.168.7.1 0 192.168.7.2 1";
 const OWN_PORT: &str = "vxlan-pktinfo 192.168.7.1 4789 192.168.7.2 1";
 
-/// VXLAN frames of an ordinary user of a peer host, on two hosts of their own. Needs root.
+/// VXLAN frames from an ordinary user of a peer host, between two hosts of their own. Needs root.
 pub(crate) fn vxlan_injection(_: &Lab) -> Check {
     let two = TwoHosts::start(Link { name: "n", ipv6: false, mtu: 1500, args: &[] })?;
     let forge = compile(&two.labs[1], "forge", &[])?;
@@ -80,12 +81,12 @@ pub(crate) fn vxlan_injection(_: &Lab) -> Check {
     require(text.contains("nothing"), text)?;
     let o = two.labs[1].unirdma(&["status"]);
     require(o.text.contains("dropped 5 not from a peer's port") && o.text.contains("firewall: none"), o.text)?;
-    // What remains without the firewall: a socket may send with an address that it is not bound to.
+    // The attack that remains without the firewall: a socket may send from an address that it is not bound to.
     let text = attacked(&two, &forge, OWN_PORT)?;
     require(text.contains("arrived"), format!("docs/security.md says that this arrives: {text}"))
 }
 
-/// Between two hosts.
+/// Tests between two hosts.
 pub(super) fn between_hosts(s: &mut Suite<'_>) {
     s.check("two hosts, VXLAN from another port than 4789 is not believed", vxlan_injection);
     s.check("two hosts, --firewall: nobody else sends from the virtual layer's address to its ports", |_| {
@@ -97,7 +98,7 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         }
         let o = two.labs[1].unirdma(&["status"]);
         require(!o.text.contains("tunnel:"), format!("something arrived: {}", o.text))?;
-        // RDMA, datagrams inside VXLAN, connection management and TCP of the containers go on.
+        // RDMA, datagrams inside VXLAN, connection management and TCP of the containers still work.
         for p in ["ib_write_bw -n 500", "ib_send_bw -c UD -n 500", "ib_write_bw -R -F -n 500"] {
             let p = format!("timeout 60 {p}");
             both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?)?;
@@ -105,7 +106,7 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         require(tables(&two, 0)?.contains("unirdma/"), tables(&two, 0)?)?;
         two.labs[0].stop_host();
         require(tables(&two, 0)?.is_empty(), tables(&two, 0)?)?;
-        // A virtual layer that is killed leaves its table, and the next one in its directory removes it.
+        // A killed virtual layer leaves its table. The next virtual layer in the same directory removes it.
         let peers = two.peers(0).display().to_string();
         let args = ["host", "--address", "192.168.7.1", "--peers", &peers];
         let mut killed = two.labs[0].start_unirdma(&[&args[..], &["--firewall"]].concat())?;

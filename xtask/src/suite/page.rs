@@ -10,7 +10,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
     let only = s.only();
     let wants = |check: &str| only.is_none_or(|o| name(check).contains(o));
     let done = page::checks(&out, wants, |check, done| s.check(&name(check), |_| done));
-    // Else each check has said how it went.
+    // Otherwise each check has reported its own result.
     if let Err(e) = done {
         s.check(&first, |_| Err(e));
     }

@@ -1,5 +1,5 @@
-//! Containers of podman that get their vRNIC by the README's own command line, against each other. The image has a few of
-//! Debian's programs and their libraries, copied from this machine, so nothing is downloaded.
+//! Containers of podman that get their vRNIC by the README's own command line, connected with each other. The image has
+//! a few of Debian's programs and their libraries, copied from this machine, so nothing is downloaded.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -32,20 +32,20 @@ fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{what}: {e}")
 }
 
-/// The command line that the README has for podman.
+/// The README's command line for podman.
 fn command_of_readme() -> Result<String> {
     let readme = std::fs::read_to_string(lab::root().join("README.md")).map_err(failed("README.md"))?;
     let block = readme.split("```\n").find(|b| b.starts_with("podman run "));
     block.map(String::from).ok_or_else(|| "the README has no command line for podman".into())
 }
 
-/// podman with a store, a configuration and a network namespace of its own, in which it makes its usual network. All end with
-/// this value.
+/// podman with its own store, configuration and network namespace, in which it makes its usual network. Dropping this
+/// value removes them.
 struct Podman<'a> {
     lab: &'a Lab,
     dir: PathBuf,
     netns: String,
-    /// What the README says.
+    /// The README's command line.
     command: String,
 }
 
@@ -63,8 +63,8 @@ impl<'a> Podman<'a> {
         Ok(podman)
     }
 
-    /// Writes podman's configuration, which suits any machine: also one without systemd, with control groups of both versions
-    /// at once, or where root may not raise its limits.
+    /// Writes a podman configuration that works on any machine: also without systemd, with control groups of both
+    /// versions at once, or if root may not raise its limits.
     fn configure(&self) -> std::io::Result<()> {
         let dir = self.dir.display();
         let containers = format!(
@@ -119,7 +119,7 @@ impl<'a> Podman<'a> {
         self.lab.exe().with_file_name("libibverbs.so")
     }
 
-    /// Starts a program in a container by the README's command line, after `change` has changed it.
+    /// Starts a program in a container by the README's command line, with `change` applied to it.
     fn start_as(
         &self,
         name: &str,
@@ -160,7 +160,8 @@ impl<'a> Podman<'a> {
         Some(address.to_string()).filter(|a| listens && !a.is_empty())
     }
 
-    /// A server in a container of one vRNIC and its client in a container of another, with more options of `podman run`.
+    /// Runs a server in a container of one vRNIC and its client in a container of another, with more options of `podman
+    /// run`.
     fn pair(&self, server: (&str, &str), client: (&str, &str), options: &str) -> Result<(Output, Output)> {
         let mut s = self.start_program("server", server.0, options, server.1)?;
         let mut address = None;
@@ -202,7 +203,7 @@ fn require_success(c: &mut Command) -> Check {
     require(o.status.success(), format!("{c:?}: {}", String::from_utf8_lossy(&o.stderr)))
 }
 
-/// Replaces a text that must be there.
+/// Replaces a text. Fails if the text is not there.
 fn replaced(line: &str, from: &str, to: &str) -> Result<String> {
     require(line.contains(from), format!("the README's command line has no `{from}`: {line}"))?;
     Ok(line.replace(from, to))

@@ -1,15 +1,16 @@
-//! Rules between groups: what they allow and what they do not, on one host and between two, with programs that know nothing of them.
+//! Rules between groups: allowed and forbidden connections, on one host and between two, with programs that do not know
+//! the rules.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::*;
 
-/// Rules end what they allowed within this time. Programs take a moment to notice.
+/// Time within which a removed rule ends its connections. Programs take a moment to notice.
 const SECOND: Duration = Duration::from_secs(1);
 pub(super) const BOTH: &str = "rule allow from group:red to group:blue both\n";
 
-/// Waits until the virtual layer has as many rules as the file says.
+/// Writes a file of rules, and waits until the virtual layer has read them.
 pub(super) fn write_rules(lab: &Lab, file: &Path, places: &str, rules: &str) -> Check {
     std::fs::write(file, format!("{places}{rules}")).map_err(|e| e.to_string())?;
     let expected = if rules.is_empty() { "no rules" } else { "allow from" };
@@ -21,7 +22,8 @@ pub(super) fn group_add(lab: &Lab, group: &str) -> Check {
     require(o.ok(), o.text)
 }
 
-/// A virtual layer of its own with a vRNIC in each of the groups red, blue and green. The file with its rules, and what else is in it.
+/// Starts a virtual layer with a vRNIC in each of the groups red, blue and green. Returns it, the file with its rules,
+/// and the other lines in that file.
 pub(super) fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
     let places: String = [("10.0.0.1", "red"), ("10.0.0.2", "blue"), ("10.0.0.3", "green")]
         .map(|(ip, group)| format!("{ip} {group} 127.0.8.1\n"))
@@ -36,7 +38,8 @@ pub(super) fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String
     Ok((own, file, places))
 }
 
-/// A client in a container of `from` that runs `ib_write_bw` for long; its server is in that of `to`. Takes the rule away meanwhile.
+/// Runs a long `ib_write_bw` from a container of `from` to a container of `to`. Removes the rule meanwhile, and checks
+/// that the programs end.
 pub(super) fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away: impl FnOnce() -> Check) -> Check {
     let long = "ib_write_bw -F -D 60";
     let mut server = to.0.spawn(to.1, &[], long)?;
@@ -77,7 +80,7 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
     s.check("rules, one way: who may begin is answered, and nobody else begins", |lab| {
         let (own, file, places) = three_groups(lab)?;
         write_rules(&own, &file, &places, "rule allow from group:blue to group:red\n")?;
-        // Nobody answers who may not be asked, although somebody is there. Who has asked is answered.
+        // A vRNIC that must not be reached does not answer, although it exists. The vRNIC that asked is answered.
         for (from, to, ip, answered) in [("a", "b", "10.0.0.2", false), ("b", "a", "10.0.0.1", true)] {
             let _there = idle(&own, to)?;
             let o = own.spawn(from, &[], &format!("ping -c 2 -W 2 {ip}"))?.finish();

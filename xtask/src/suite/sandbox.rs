@@ -1,8 +1,10 @@
-//! What a container keeps in, what it shows, and how commands in it look from outside: as root and as an ordinary user.
+//! The isolation of a container, the files that it shows, and the appearance of its commands from outside: as root and
+//! as an ordinary user.
 
 use super::*;
 
-/// Scripts that run outside of containers, and what they must print. `RUN` is `$U run --vrnic x`, `EXEC` is `$U exec --vrnic x`.
+/// Scripts that run outside of containers, and their expected output. `RUN` is `$U run --vrnic x`, `EXEC` is `$U exec
+/// --vrnic x`.
 const SCRIPTS: &[(&str, &str, &str)] = &[
     (
         "the home directory is read-only, without names that begin with a dot",
@@ -187,7 +189,7 @@ const SCRIPTS: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// Command lines that are refused with one line.
+/// Command lines that are refused with one line of output.
 const REFUSED: &[(&str, &str)] = &[
     ("RUN --home rx -- true", "invalid value 'rx' for '--home <HOW>'"),
     ("HOME=/nonexistent RUN --home rw -- true", "HOME names no directory that belongs to this user"),
@@ -209,7 +211,7 @@ fn script(lab: &Lab, text: &str) -> Output {
     lab.shell(&text)
 }
 
-/// Runs everything in a lab of its own; `place`: whose.
+/// Runs all tests in a lab of `user`. `place` names it.
 fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
     let title = |name: &str| format!("sandbox, {place}: {name}");
     let attack = title("attacks from inside");
@@ -240,7 +242,7 @@ fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
     });
 }
 
-/// Runs a program that tries everything it can think of, in a container of vRNIC x.
+/// Runs a program that tries many escapes, in a container of vRNIC x.
 pub(crate) fn escape(lab: &Lab) -> Check {
     let exe = compile(lab, "escape", &[])?;
     let run = lab.dir.join("run");
@@ -249,7 +251,7 @@ pub(crate) fn escape(lab: &Lab) -> Check {
     let steal = "cd $HOME; mkdir -p .ssh .config/unirdma .local/share/keyrings .local/bin .cargo/bin\n\
                  for f in .ssh/id .config/unirdma/centre.toml .local/share/keyrings/login.keyring .bashrc plain; do echo secret >$f; done";
     require(script(lab, steal).ok(), "the home directory cannot be filled")?;
-    // With a descriptor that nobody should inherit, as a container of each kind, and by `exec`.
+    // With a descriptor that must not be inherited, in a container of each kind, and by `exec`.
     for how in ["", "--net host "] {
         let o = script(lab, &format!("export UNIRDMA_TOKEN=sesame; exec 9</; RUN {how}-- {command}"));
         let tried = o.text.strip_prefix("tried ").and_then(|t| t.split(' ').next()).and_then(|n| n.parse::<u32>().ok());

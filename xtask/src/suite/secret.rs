@@ -1,11 +1,11 @@
-//! Groups with a secret, between two hosts: programs, packets that others make or send again, new secrets, hosts without one.
+//! Groups with a secret, between two hosts: programs, forged and replayed packets, new secrets, hosts without one.
 
 use std::process::Command;
 
 use super::rules::{BOTH, ends_with_its_rule, group_add, three_groups, write_rules};
 use super::*;
 
-/// A new secret, in a file; its path.
+/// Makes a new secret in a file. Returns its path.
 pub(super) fn make(lab: &Lab, name: &str) -> Result<String> {
     let path = lab.dir.join(name).display().to_string();
     let o = lab.unirdma(&["secret", &path]);
@@ -13,7 +13,7 @@ pub(super) fn make(lab: &Lab, name: &str) -> Result<String> {
     Ok(path)
 }
 
-/// The secret of the group `default`.
+/// Sets the secret of the group `default`.
 pub(super) fn set(lab: &Lab, secret: &str) -> Check {
     set_of(lab, &["default", "--secret", secret])
 }
@@ -23,7 +23,7 @@ fn set_of(lab: &Lab, args: &[&str]) -> Check {
     require(o.ok(), o.text)
 }
 
-/// Packets that a host has dropped: not sealed, with a wrong tag, replayed.
+/// Numbers of packets that a host has dropped: not sealed, with a wrong tag, replayed.
 pub(super) fn dropped(lab: &Lab) -> Result<[u64; 3]> {
     dropped_of(lab, "default")
 }
@@ -36,20 +36,20 @@ fn dropped_of(lab: &Lab, group: &str) -> Result<[u64; 3]> {
     Ok(["unsealed", "wrong_tag", "replayed"].map(|name| drops[name].as_u64().unwrap_or(u64::MAX)))
 }
 
-/// Runs `forge` on the first host as root, as whoever has taken that host's place could.
+/// Runs `forge` on the first host as root: an attacker who controls that host.
 fn forge(two: &TwoHosts, exe: &str, what: &str) -> Output {
     let mut c = Command::new("ip");
     Output::of(c.args(["netns", "exec", two.netns(0), exe]).args(what.split_whitespace()))
 }
 
-/// A program of two ends that compares data, again and again until `act` is done. A packet that is lost for good, as any is with UC, leaves both
-/// ends waiting.
+/// Runs a program of two ends that compares data, again and again until `act` has returned. A packet that is lost for
+/// good, as with UC, leaves both ends waiting.
 fn while_they_play(two: &TwoHosts, program: &str, act: impl FnOnce() -> Check) -> Check {
     let (stop, play) = (two.labs[1].dir.join("stop"), format!("timeout 40 {program} -g 0 -c -n 2000"));
     let _ = std::fs::remove_file(&stop);
     let mut server = two.labs[0].spawn("a", &[], &format!("sh -c 'while {play} || true; do :; done'"))?;
     require(server.wait_listening(|| false), "the server does not listen")?;
-    // It may be that the server does not listen again yet.
+    // The server may not be listening again yet.
     let rounds = format!(
         "sh -c 'while [ ! -e {} ]; do {play} 10.0.0.1; case $? in 0) echo played;; 124) echo lost; exit 1;; *) sleep 0.1;; esac; done'",
         stop.display()
@@ -85,10 +85,10 @@ fn programs(two: &TwoHosts) -> Check {
     require(drops == [[0; 3]; 2], format!("dropped: {drops:?}"))
 }
 
-/// What comes from the other host's own address, by its root.
+/// Packets from the other host's own address, sent by its root.
 fn hostile(two: &TwoHosts) -> Check {
     let lab = &two.labs[1];
-    // A container sees its own lab's directory only.
+    // A container sees only its own lab's directory.
     let (exe, listener) = (compile(&two.labs[0], "forge", &[])?, compile(lab, "forge", &[])?);
     // A QP that is connected to the first host.
     while_they_play(two, "ibv_rc_pingpong", || {
@@ -118,7 +118,7 @@ fn hostile(two: &TwoHosts) -> Check {
     require(log.contains("packets of group default come from 192.168.7.1 without the group's secret"), log)
 }
 
-/// New secrets, one host after the other, while data is sent and compared.
+/// Sets new secrets, on one host after the other, while data is sent and compared.
 fn rotated(two: &TwoHosts) -> Check {
     while_they_play(two, "ibv_uc_pingpong", || {
         for n in 0..3 {
@@ -134,13 +134,13 @@ fn rotated(two: &TwoHosts) -> Check {
     require(o.text.contains("are sealed with secret") && !o.text.contains("; takes"), o.text)
 }
 
-/// A worker, and a supervisor, that begin anew.
+/// A worker and a supervisor that are restarted.
 fn started_anew(two: &mut TwoHosts) -> Check {
     let (pid, _) = two.labs[0].worker("default")?;
-    // SAFETY: of a worker of this lab.
+    // SAFETY: the process is a worker of this lab; no memory is passed.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     wait_until(|| two.labs[0].worker("default").is_ok_and(|w| w.0 != pid), "no worker")?;
-    // It may take a second until the other host believes that the session is over.
+    // The other host may need a second until it accepts that the session is over.
     std::thread::sleep(Duration::from_secs(2));
     two.wait_met()?;
     let works = |two: &TwoHosts| {
@@ -151,12 +151,12 @@ fn started_anew(two: &mut TwoHosts) -> Check {
     two.labs[0].start_again()?;
     two.wait_met()?;
     works(two)?;
-    // What the next supervisor knows is what the next worker gets.
+    // The next supervisor must know the new secret, and give it to the next worker.
     two.give_secret("last")?;
     works(two)
 }
 
-/// Waits until a host says so of groups that are joined with others, and that nobody lacks a secret.
+/// Waits until a host reports that joined groups are sealed, and that no host lacks a secret.
 fn wait_pair(lab: &Lab, pair: &str) -> Check {
     let sealed = format!("groups {pair}: packets between hosts are sealed");
     let is_so = || {
@@ -166,7 +166,7 @@ fn wait_pair(lab: &Lab, pair: &str) -> Check {
     wait_until(is_so, &sealed).map_err(|e| format!("{e}: {}{}", lab.unirdma(&["status"]).text, lab.log()))
 }
 
-/// A group on each of two hosts, which a rule joins: none of their own secrets will do, one of the two does.
+/// A group on each of two hosts, joined by a rule. The groups' own secrets do not suffice; a secret of the pair does.
 fn joined(two: &TwoHosts) -> Check {
     let places = "10.0.0.1 red 192.168.7.1\n10.0.0.2 blue 192.168.7.2\n";
     let [red, blue] = [&two.labs[0], &two.labs[1]];
@@ -185,7 +185,7 @@ fn joined(two: &TwoHosts) -> Check {
     require(o.text.contains("groups red and blue: nothing passes between them"), o.text)?;
     let give = |name: &str| {
         let mut path = make(red, name)?;
-        // The number of a secret is one byte. One with the number of another that the group has is refused.
+        // The number of a secret is one byte. A secret with the number of another one of the group is refused.
         while let Err(e) = set_of(red, &["red", "--with", "blue", "--secret", &path]) {
             require(e.contains("make another one"), e)?;
             path = make(red, &format!("{path}.another"))?;
@@ -202,13 +202,13 @@ fn joined(two: &TwoHosts) -> Check {
     let o = blue.spawn("b", &[], "ping -c 2 -W 2 10.0.0.1")?.finish();
     require(o.ok() && o.text.contains(" 0% packet loss"), o.text)?;
     drop(there);
-    // Those that a group without the pair's secret sent before may be among what was dropped.
+    // The dropped packets may include some that a group sent before it had the pair's secret.
     let before = [dropped_of(red, "red")?, dropped_of(blue, "blue")?];
     let exe = compile(red, "forge", &[])?;
     while_they_play(two, "ibv_rc_pingpong", || {
         let qpn = || blue.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
         wait_until(|| qpn().is_some(), "the program has no QP")?;
-        // By red's tenant, in its own network; by whoever has red's host, as a plain device would; and again what was sent.
+        // Attacks by red's tenant in its own network, by an attacker on red's host as a plain device, and by replay.
         let o = red.unirdma(&[
             "exec",
             "--vrnic",
@@ -228,7 +228,7 @@ fn joined(two: &TwoHosts) -> Check {
         let o = forge(two, &exe, "again veth0 192.168.7.1 1");
         require(o.text.contains("again") && !o.text.contains("sent 0"), o.text)?;
         wait_until(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))?;
-        // Other secrets of the two, while packets pass.
+        // New secrets of the pair, while packets pass.
         for name in ["second", "third"] {
             give(name)?;
         }
@@ -242,7 +242,7 @@ fn joined(two: &TwoHosts) -> Check {
     require(!o.text.contains("groups red and blue"), o.text)
 }
 
-/// Joined groups of one host.
+/// Tests with joined groups on one host.
 pub(super) fn single_host(s: &mut Suite<'_>) {
     s.check("rules, two groups on one host with a secret of the two, and of their own", |lab| {
         let (own, file, places) = three_groups(lab)?;
@@ -275,7 +275,7 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
     });
 }
 
-/// Between two hosts.
+/// Tests between two hosts.
 pub(super) fn between_hosts(s: &mut Suite<'_>) {
     s.check("two hosts with a secret of two groups that a rule joins", |_| {
         joined(&TwoHosts::start(Link { name: "j", ipv6: false, mtu: 1500, args: &[] })?)

@@ -5,11 +5,11 @@ use super::*;
 use crate::vm::Guest;
 
 const NQN: &str = "nqn.2026-01.local.unirdma:disk";
-/// Blocks of many sizes are written at random places, many at a time, and then read and checked.
+/// Writes blocks of many sizes at random places, many at a time, and then reads and checks them.
 const FIO: &str = "fio --name=checked --thread --direct=1 --rw=randwrite --bsrange=4k-1m --size=24m --iodepth=16 --ioengine=libaio \
                    --verify=crc32c --verify_fatal=1";
 
-/// Runs commands of a guest, one after the other, up to the first that fails.
+/// Runs commands in a guest, one after the other, up to the first that fails.
 fn all(guest: &Guest, commands: &[&str]) -> Check {
     for c in commands {
         let o = guest.spawn(&format!("timeout {} sh -c '{c}'", LIMIT.as_secs()))?.finish_within(LIMIT);
@@ -18,7 +18,7 @@ fn all(guest: &Guest, commands: &[&str]) -> Check {
     Ok(())
 }
 
-/// A disk in the memory of one guest, that the other one uses by NVMe.
+/// One guest exports a disk in its memory, which the other one uses by NVMe.
 fn nvme([host, target]: [&Guest; 2]) -> Check {
     let at = "cd /sys/kernel/config/nvmet &&";
     all(
@@ -54,7 +54,8 @@ fn nvme([host, target]: [&Guest; 2]) -> Check {
     )
 }
 
-/// A directory in the memory of one guest, that the other one uses by NFS. What it writes is the same at both ends, and when it is read.
+/// One guest exports a directory in its memory, which the other one uses by NFS. The written data is the same at both
+/// ends, and when it is read.
 fn nfs([server, client]: [&Guest; 2]) -> Check {
     all(
         server,
@@ -63,8 +64,8 @@ fn nfs([server, client]: [&Guest; 2]) -> Check {
             "mount -t nfsd none /proc/fs/nfsd && touch /var/lib/nfs/etab /var/lib/nfs/rmtab",
             "exportfs -i -o rw,fsid=0,no_root_squash,insecure,no_subtree_check \"*:/export\"",
             "rpc.mountd -N 3",
-            // After its start it serves only what clients had before, for 10 s at least. Kernels that cannot store what clients have, as
-            // Linux 7.2 without a daemon for it, cannot be told to end that early.
+            // After its start the server accepts only former clients, for at least 10 s. Kernels that cannot store the
+            // state of clients, like Linux 7.2 without a daemon for it, cannot be told to end that time early.
             "cd /proc/fs/nfsd && echo 10 >nfsv4leasetime && echo 10 >nfsv4gracetime && echo -3 +4 >versions",
             "cd /proc/fs/nfsd && echo rdma 20049 >portlist && echo 2 >threads && (echo Y >v4_end_grace || true)",
         ],
@@ -108,7 +109,7 @@ pub(super) fn run<'a>(s: &mut Suite<'_>, scene: &dyn Fn() -> Result<&'a Scene>) 
             let [first, second] = [&scene.guests[0], &scene.guests[1]];
             let explained = |e: String| format!("{}\n{}", first.explain(&second.explain(&e)), scene.lab.log());
             test([first, second]).map_err(explained)?;
-            // The kernel keeps CQs for whoever comes next.
+            // The kernel keeps CQs for later users.
             for (i, guest) in [first, second].into_iter().enumerate() {
                 guest.unload()?;
                 guest.load()?;

@@ -1,4 +1,4 @@
-//! `unirdma vm run`: a guest that is started by it, with a disk and user data, by its console.
+//! `unirdma vm run`: starts a guest with a disk and user data, and uses it by its console.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -12,11 +12,11 @@ use crate::lab::Running;
 use crate::vm::System;
 
 const VRNIC: &str = "started";
-/// How long a guest may take to come up.
+/// Longest time for a guest to come up.
 const BOOT: Duration = Duration::from_secs(120);
 const ADDRESS: &str = "10.0.0.9";
-/// What the shell of the console, the first process, is told: to do what the image's own script would do first, and to look. It also
-/// writes to the disk.
+/// Commands for the shell on the console, which is the first process. They do the first steps of the image's own
+/// script, print the state, and write to the disk.
 const SCRIPT: &str = "export PATH=/usr/bin:/bin HOME=/; mount -t proc proc /proc; mount -t sysfs sys /sys; \
     mount -t devtmpfs dev /dev; ulimit -l unlimited; for m in $(sed -n 's/^insmod //p' /init); do insmod $m; done; \
     ip link set eth0 up; insmod /unirdma_rdma.ko; /load-vm-disks; mkdir /disk /seed; mount -t ext4 /dev/vda /disk; \
@@ -36,7 +36,7 @@ fn disk(lab: &Lab) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// QEMU as a program of one word, without the library that it has preloaded elsewhere.
+/// A script that starts QEMU, without the library that is preloaded elsewhere.
 fn program(lab: &Lab, system: &System) -> Result<String> {
     let file = lab.dir.join("qemu");
     let mut words = system.qemu.clone();
@@ -49,8 +49,8 @@ fn program(lab: &Lab, system: &System) -> Result<String> {
     Ok(file.display().to_string())
 }
 
-/// A guest starts, sees its disk and what cloud-init would look for, its programs see the vRNIC, and it powers off. The disk's image stays
-/// as it was.
+/// A guest starts, sees its disk and the files for cloud-init, its programs see the vRNIC, and it powers off. The
+/// disk's image stays unchanged.
 pub(super) fn check(lab: &Lab, system: &System) -> Check {
     lab.vrnic(VRNIC, &["--ip", ADDRESS])?;
     let mac = lab.show(VRNIC)?["mac"].as_str().unwrap_or_default().to_string();

@@ -1,15 +1,15 @@
-//! What an operator watches: metrics and `unirdma top`.
+//! Metrics and `unirdma top`, by which an operator watches a host.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 
 use super::*;
 
-/// Messages and bytes of each that a ping-pong sends, each way.
+/// Number of messages of a ping-pong in each direction, and bytes of each.
 const MESSAGES: f64 = 100.0;
 const BYTES: f64 = 1000.0;
 
-/// An address at which nobody listens.
+/// A free address.
 fn free_address() -> Result<SocketAddr> {
     TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).map_err(|e| e.to_string())
 }
@@ -34,7 +34,7 @@ fn figure(metrics: &BTreeMap<String, f64>, name: &str) -> Result<f64> {
     metrics.get(name).copied().ok_or(format!("no {name} in {} samples", metrics.len()))
 }
 
-/// Scrapes until a figure is this, since what was read is given out for a second.
+/// Scrapes until a figure has this value. The host repeats figures for a second.
 fn becomes(lab: &Lab, address: &str, name: &str, is: f64) -> Check {
     let mut last = Err("nothing yet".into());
     for _ in 0..50 {
@@ -66,7 +66,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         }
         let sum = "unirdma_group_sent_bytes_total{group=\"default\",path=\"local\"}";
         becomes(&lab, &address, sum, 2.0 * MESSAGES * BYTES)?;
-        // Bytes grow while a program runs.
+        // The number of bytes grows while a program runs.
         let server = lab.spawn("a", &[], "ib_write_bw -D 3 -f 1")?;
         std::thread::sleep(Duration::from_millis(500));
         let client = lab.spawn("b", &[], "ib_write_bw -D 3 -f 1 10.0.0.1")?;
@@ -79,7 +79,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let busy = (0..2).any(|i| rate(i, "sent_bytes_per_second") > 1e6 && rate(i, "queue_pairs") == 1.0);
         require(busy && rate(0, "cpu") > 0.01 && rate(0, "cpu") >= rate(1, "cpu"), &o.text)?;
         both_end_well((server.finish(), client.finish()))?;
-        // What is gone has been done all the same, and a worker that dies counts from nothing.
+        // Counters keep the work of removed vRNICs and of workers that have ended.
         let before = scrape(&lab, &address).and_then(|m| figure(&m, sum))?;
         require(lab.unirdma(&["vrnic", "rm", "b"]).ok(), "vrnic rm b")?;
         becomes(&lab, &address, "unirdma_vrnics", 1.0)?;
@@ -115,7 +115,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
     top(s);
 }
 
-/// The same transfer between two hosts is of the wire.
+/// A transfer between two hosts is counted as network traffic.
 pub(super) fn between_hosts(s: &mut Suite<'_>) {
     s.check("two hosts, metrics: what went over the network", |_| {
         let two = TwoHosts::start(Link { name: "o", ipv6: false, mtu: 9000, args: &["--metrics", "0.0.0.0:9751"] })?;
@@ -141,7 +141,7 @@ fn top(s: &mut Suite<'_>) {
         let heads = ["VRNIC", "GROUP", "SENT", "RECEIVED", "SENDS", "RECVS", "ERRORS", "CPU", "QPS", "MRS"];
         require(o.ok() && words.starts_with(&heads) && words[heads.len()..].starts_with(&["c", "other"]), o.text)
     });
-    // Each way out gives the terminal back: its modes are those before, and the other screen is left.
+    // Each way to quit restores the terminal: its former modes, and the main screen.
     let ways = [
         ("q", "sleep 1; printf q; sleep 1", "$U top -d 0.2", "0"),
         ("Ctrl-C", "sleep 1; printf '/default\\r\\003'; sleep 1", "$U top -d 0.2", "0"),

@@ -1,10 +1,10 @@
-//! Workers, supervisors and the keeper that are killed or stopped, and what their programs and others notice.
+//! Workers, supervisors and the keeper are killed or stopped, and programs must notice only what they should.
 
 use std::path::Path;
 
 use super::*;
 
-/// Data that is checked goes to and fro between two containers of a group until this is dropped.
+/// Programs that exchange and check data between two containers of a group until this is dropped.
 struct Checked {
     server: lab::Running,
     client: lab::Running,
@@ -18,7 +18,7 @@ impl Checked {
             .map_err(|e| format!("{e}: {}", server.text()))?;
         let client = client.0.spawn(client.1, &[], &format!("rping -c -V -S 4000 -C 100000000 -a {address}"))?;
         let mut checked = Checked { server, client };
-        // It has come to its data.
+        // The programs transfer data by now.
         std::thread::sleep(Duration::from_millis(500));
         checked.goes_on().map(|()| checked)
     }
@@ -45,13 +45,13 @@ fn signal(pid: i32, signal: i32) -> Check {
     require(done == 0, format!("process {pid}: {}", std::io::Error::last_os_error()))
 }
 
-/// True for a process that has not ended, whether its parent has waited for it or not.
+/// True for a process that has not ended. A zombie counts as ended.
 fn runs(pid: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|l| l.starts_with("State:") && !l.contains('Z'))
 }
 
-/// The process of a lab's keeper.
+/// Process ID of a lab's keeper.
 fn keeper(lab: &Lab) -> Result<i32> {
     let o =
         std::process::Command::new("pgrep").args(["-f", "^unirdma keeper$", "-P"]).arg(lab.pid().to_string()).output();
@@ -59,7 +59,7 @@ fn keeper(lab: &Lab) -> Result<i32> {
     String::from_utf8_lossy(&o.stdout).trim().parse().map_err(|_| "there is no keeper".into())
 }
 
-/// The weight of the cgroup that shares processors with a process in it, in hundredths of the usual one.
+/// CPU weight of a process's cgroup, in percent of the default.
 fn cpu_weight(pid: i32) -> Result<u32> {
     let of = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).map_err(|e| e.to_string())?;
     for line in of.lines() {
@@ -77,7 +77,7 @@ fn cpu_weight(pid: i32) -> Result<u32> {
     Err(format!("no cgroup shares processors with process {pid}: {of}"))
 }
 
-/// A virtual layer with vRNICs a and b, and others in a group of their own.
+/// Starts a virtual layer with vRNICs a and b, and with other vRNICs in a group of their own.
 fn two_groups(user: Option<u32>) -> Result<Lab> {
     let lab = Lab::start(user)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
@@ -93,12 +93,12 @@ fn works(lab: &Lab) -> Check {
     both_end_well(lab.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?)
 }
 
-/// Waits until a group has another worker than this one.
+/// Waits until the worker of a group is another process than this one.
 fn wait_for_another(lab: &Lab, group: &str, pid: i32) -> Check {
     wait_until(|| lab.worker(group).is_ok_and(|w| w.0 != pid), "there is no new worker")
 }
 
-/// Kills the worker of a group; its number of restarts afterwards.
+/// Kills the worker of a group and waits for its successor.
 pub(super) fn kill_worker(lab: &Lab, group: &str) -> Check {
     let (pid, _) = lab.worker(group)?;
     signal(pid, libc::SIGKILL)?;
@@ -109,7 +109,7 @@ fn killed_50_times(user: Option<u32>) -> Check {
     let lab = two_groups(user)?;
     let mut other = Checked::start((&lab, "c"), (&lab, "d"), "10.0.0.1")?;
     let blue = lab.worker("blue")?;
-    // Programs that come again and again, and mostly lose their device.
+    // Programs that restart again and again, and mostly lose their device.
     let again = |command: &str| format!("sh -c 'while :; do timeout 5 {command} > /dev/null 2>&1; done'");
     let mut server = lab.spawn("a", &[], &again("ibv_rc_pingpong -g 0 -n 100000"))?;
     let mut client = lab.spawn("b", &[], &again("ibv_rc_pingpong -g 0 -n 100000 10.0.0.1"))?;
@@ -175,7 +175,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         lab.start_again()?;
         require(lab.workers()? == before, format!("{before:?}, then {:?}", lab.workers()?))?;
         data.goes_on()?;
-        // All is known: names, shares, addresses, containers.
+        // The new supervisor knows all names, shares, addresses and containers.
         let o = lab.unirdma(&["vrnic", "show", "a"]);
         require(o.text.contains("weight 70") && o.text.contains("fd00::7"), o.text)?;
         refused(&lab.unirdma(&["vrnic", "add", "a"]), "exists already")?;
@@ -185,10 +185,10 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         lab.vrnic("z", &["--ip", "10.0.0.9"])?;
         works(&lab)?;
         data.end()?;
-        // A container that ends leaves its vRNIC, although the supervisor that it knew is gone.
+        // A container that ends releases its vRNIC, although the supervisor that started it has ended.
         let free = || lab.unirdma(&["run", "--vrnic", "c", "--", "true"]).ok();
         wait_until(free, "the vRNIC is not free again")?;
-        // A worker that dies while there is no supervisor, too.
+        // The same for a worker that dies while there is no supervisor.
         let (pid, _) = lab.worker("default")?;
         lab.kill_host();
         signal(pid, libc::SIGKILL)?;
@@ -200,7 +200,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         require(left.is_empty(), format!("workers are left: {left:?}"))
     });
     s.check("workers: the weight of a group is that of its worker's cgroup, also of its next one", |_| {
-        // Only pollers on cores of their own are weighed by groups.
+        // Group weights apply only to pollers on dedicated cores.
         let mut lab = Lab::start_in(None, None, &["--polling", "dedicated"])?;
         let o = lab.unirdma(&["group", "add", "blue", "--weight", "300"]);
         require(o.ok(), o.text)?;
@@ -260,7 +260,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
                 require(two.labs[host].workers()? == before, format!("{before:?}"))?;
                 data.goes_on()?;
             }
-            // Groups come and go afterwards, each with sockets of its own.
+            // Groups are added and removed afterwards, each with sockets of its own.
             for lab in &two.labs {
                 require(lab.unirdma(&["group", "add", "late"]).ok(), "no group")?;
             }
@@ -283,7 +283,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
                     let is = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_default().trim();
                     let uid = is("Uid:").split_whitespace().next() != Some("0");
                     let held = ["CapEff:", "CapPrm:", "CapBnd:"].iter().all(|c| is(c).bytes().all(|b| b == b'0'));
-                    // One of the whole process, one of the thread.
+                    // One filter of the whole process, one of the thread.
                     let filters = is("Seccomp_filters:").parse::<u32>().unwrap_or(2) >= 2 && is("Seccomp:") == "2";
                     require(uid && held && filters && is("NoNewPrivs:") == "1", status.clone())?;
                 }
@@ -306,7 +306,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
     });
 }
 
-/// A disk that is full, in a mount namespace of its own.
+/// Tests with a full disk, in a mount namespace of its own.
 pub(super) fn full_disk(s: &mut Suite<'_>) {
     s.check("wrong_input_a_full_disk", |lab| {
         let script = "mkdir -p $LAB/small; exec unshare -rm sh -c 'mount -t tmpfs -o nr_inodes=40 none $LAB/small; \

@@ -1,4 +1,4 @@
-//! Guests that have a vRNIC: with the guest driver of `guest/linux`, our provider, and Debian's programs as they are.
+//! Guests with a vRNIC: with the guest driver of `guest/linux`, our provider, and Debian's unmodified programs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::{Kernel, Parts, failed};
 use crate::Result;
 use crate::lab::{self, Lab, Output};
 
-/// Programs of Debian that guests have.
+/// Debian's programs that guests have.
 const PROGRAMS: &[&str] = &[
     "ibv_asyncwatch",
     "ibv_devices",
@@ -35,39 +35,39 @@ const PROGRAMS: &[&str] = &[
     "ping",
     "dmesg",
 ];
-/// C programs of ours that they have.
+/// Our C programs that guests have.
 const OURS: &[&str] = &["queues", "guest-hostile"];
-/// The driver, without its ending.
+/// Name of the driver's module.
 const DRIVER: &str = "unirdma_rdma";
-/// How long a driver may take to show its device.
+/// Longest time for a driver to show its device.
 const READY: Duration = Duration::from_secs(30);
 
-/// A kernel with the programs of its release, ready to be started any number of times.
+/// A kernel with the programs of its release. It can be started any number of times.
 pub(crate) struct System {
     /// Version and release number of the kernel: 6.12.
     pub name: String,
     pub kernel: PathBuf,
     pub initrd: PathBuf,
-    /// QEMU, as a command to which arguments are to be added.
+    /// The command that starts QEMU, without arguments for the machine.
     pub qemu: Vec<String>,
 }
 
-/// Systems for guests. What they take on disk ends with this value.
+/// Systems for guests. Dropping this value removes their files.
 pub(crate) struct Systems {
     pub all: Vec<System>,
     dir: PathBuf,
 }
 
-/// What a guest is to be, beside its system and its vRNIC.
+/// Parameters of a guest, apart from its system and its vRNIC.
 pub(crate) struct Plan<'a> {
     pub processors: u32,
-    /// As QEMU takes it.
+    /// Size of memory, as QEMU takes it.
     pub memory: &'a str,
     /// The terminal is its console.
     pub interactive: bool,
     /// Network namespace that its machine runs in.
     pub netns: Option<&'a str>,
-    /// What is replaced in QEMU's arguments for the vRNIC, and by what.
+    /// Replacements (from, to) in QEMU's arguments for the vRNIC.
     pub changes: &'a [(&'a str, &'a str)],
     /// More arguments of QEMU.
     pub more: &'a [&'a str],
@@ -81,7 +81,7 @@ impl Default for Plan<'_> {
     }
 }
 
-/// A guest with a vRNIC. It ends with this value.
+/// A guest with a vRNIC. Dropping this value ends it.
 pub(crate) struct Guest {
     machine: Machine,
     /// Name of its system.
@@ -93,7 +93,7 @@ pub(crate) struct Guest {
     dir: PathBuf,
 }
 
-/// What the kernel of Debian's unstable release is called where one is chosen.
+/// Name by which the kernel of Debian's unstable release is selected.
 const UNSTABLE: &str = "unstable";
 
 /// Version and release number of a kernel.
@@ -102,10 +102,10 @@ fn release(kernel: &Kernel) -> String {
 }
 
 impl Systems {
-    /// What they are made of, and the kernels that are wanted: all, or one by its name.
+    /// The parts of guests, and the wanted kernels: all, or one by its name.
     ///
     /// # Errors
-    /// What could not be downloaded, or there is no such kernel.
+    /// The failed download, or an error if there is no such kernel.
     pub fn parts(only: Option<&str>) -> Result<(Parts, Vec<Kernel>)> {
         let parts = Parts::make()?;
         let mut kernels = match only {
@@ -121,18 +121,18 @@ impl Systems {
         Ok((parts, kernels))
     }
 
-    /// Makes those with the kernels that are wanted.
+    /// Makes the systems with the wanted kernels.
     ///
     /// # Errors
-    /// As [`Systems::parts`], or what could not be built.
+    /// As [`Systems::parts`], or the failed build.
     pub fn make(only: Option<&str>) -> Result<Systems> {
         Systems::make_with(only, &|_, _| Ok(()))
     }
 
-    /// As [`Systems::make`]; `add` puts more into each.
+    /// As [`Systems::make`]; `add` adds files to each image.
     ///
     /// # Errors
-    /// As [`Systems::make`], and those of `add`.
+    /// As [`Systems::make`], and the errors of `add`.
     pub fn make_with(only: Option<&str>, add: &dyn Fn(&Kernel, &mut Image<'_>) -> Result<()>) -> Result<Systems> {
         let (parts, kernels) = Systems::parts(only)?;
         let dir = std::env::temp_dir().join(format!("unirdma-guests-{}", std::process::id()));
@@ -185,7 +185,7 @@ impl Guest {
     /// Starts a guest that has a vRNIC with an IPv4 address, and its driver.
     ///
     /// # Errors
-    /// What does not work, with the end of its console.
+    /// The failed step, with the end of the guest's console.
     pub fn start(lab: &Lab, system: &System, vrnic: &str, plan: &Plan<'_>) -> Result<Guest> {
         let guest = Guest::boot(lab, system, vrnic, plan)?;
         guest.come_up()?;
@@ -193,10 +193,10 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Starts a guest's machine. Several come up at the same time before [`Guest::come_up`] of each.
+    /// Starts a guest's machine. Several machines can boot at the same time before [`Guest::come_up`] of each.
     ///
     /// # Errors
-    /// There is no such vRNIC, or no QEMU.
+    /// If there is no such vRNIC, or no QEMU.
     pub fn boot(lab: &Lab, system: &System, vrnic: &str, plan: &Plan<'_>) -> Result<Guest> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let dir = lab.dir.join(format!("guest-{}", COUNT.fetch_add(1, Ordering::Relaxed)));
@@ -224,7 +224,7 @@ impl Guest {
     /// Waits until its machine takes commands.
     ///
     /// # Errors
-    /// Why it does not, with the end of its console.
+    /// If it does not, with the end of its console.
     pub fn come_up(&self) -> Result<()> {
         self.machine.wait_up()
     }
@@ -232,7 +232,7 @@ impl Guest {
     /// Gives the network interface the vRNIC's address, and loads the driver.
     ///
     /// # Errors
-    /// What does not work, with what its kernel says.
+    /// The failed step, with the guest's kernel log.
     pub fn set_up(&self) -> Result<()> {
         self.must(&format!(
             "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad; ip addr add {}/24 dev eth0 && ip link set eth0 up",
@@ -241,16 +241,16 @@ impl Guest {
         self.load()
     }
 
-    /// Starts it again, whatever it does.
+    /// Resets it, in any state, and waits until it is up.
     ///
     /// # Errors
-    /// It does not come up.
+    /// If it does not come up.
     pub fn restart(&self) -> Result<()> {
         self.machine.reset()?;
         self.set_up()
     }
 
-    /// Ends it as if it had lost its power.
+    /// Ends it like a loss of power.
     pub fn power_off(&self) {
         self.machine.kill();
     }
@@ -258,7 +258,7 @@ impl Guest {
     /// Loads the driver, and waits until its device has the vRNIC's address.
     ///
     /// # Errors
-    /// The driver, or its device, does not come.
+    /// If the driver or its device does not come up.
     pub fn load(&self) -> Result<()> {
         self.insert()?;
         self.wait_ready()
@@ -267,7 +267,7 @@ impl Guest {
     /// Waits until its device has the vRNIC's address.
     ///
     /// # Errors
-    /// It does not come.
+    /// If the device does not come up.
     pub fn wait_ready(&self) -> Result<()> {
         let start = Instant::now();
         while self.gid().is_err() {
@@ -279,10 +279,10 @@ impl Guest {
         Ok(())
     }
 
-    /// Loads the driver, whatever comes of it.
+    /// Loads the driver, without a check of its device.
     ///
     /// # Errors
-    /// The kernel refuses the module.
+    /// If the kernel refuses the module.
     pub fn insert(&self) -> Result<()> {
         self.must(&format!("insmod /{DRIVER}.ko {}", self.driver))
     }
@@ -290,7 +290,7 @@ impl Guest {
     /// Unloads the driver.
     ///
     /// # Errors
-    /// It is in use.
+    /// If it is in use.
     pub fn unload(&self) -> Result<()> {
         self.must(&format!("rmmod {DRIVER}"))
     }
@@ -298,7 +298,7 @@ impl Guest {
     /// Index of the GID that is its IPv4 address.
     ///
     /// # Errors
-    /// There is none.
+    /// If there is none.
     pub fn gid(&self) -> Result<u32> {
         let octets: Vec<u8> = self.ip.split('.').filter_map(|o| o.parse().ok()).collect();
         let digits = octets.chunks(2).map(|c| c.iter().map(|o| format!("{o:02x}")).collect::<String>());
@@ -310,7 +310,7 @@ impl Guest {
     /// Starts a command.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn spawn(&self, command: &str) -> Result<Task> {
         self.machine.spawn(command)
     }
@@ -318,7 +318,7 @@ impl Guest {
     /// Runs a command.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn run(&self, command: &str) -> Result<Output> {
         self.machine.run(command)
     }
@@ -326,13 +326,13 @@ impl Guest {
     /// Runs a command that must succeed.
     ///
     /// # Errors
-    /// What it says, with what the guest's kernel says.
+    /// The command's output, with the guest's kernel log.
     pub fn must(&self, command: &str) -> Result<()> {
         let o = self.run(command)?;
         if o.ok() { Ok(()) } else { Err(self.explain(&format!("{command}: {}", o.text))) }
     }
 
-    /// What failed, with what the guest's kernel says.
+    /// Adds the guest's kernel log to an error.
     pub fn explain(&self, what: &str) -> String {
         let log = self.machine.spawn("dmesg | tail -n 30").map(|t| t.finish_within(Duration::from_secs(5)).text);
         format!(
@@ -351,38 +351,38 @@ impl Guest {
     /// Stops its processors.
     ///
     /// # Errors
-    /// What QEMU says.
+    /// QEMU's error.
     pub fn pause(&self) -> Result<()> {
         self.machine.monitor("stop", "{}")
     }
 
-    /// Lets them go on.
+    /// Resumes its processors.
     ///
     /// # Errors
-    /// What QEMU says.
+    /// QEMU's error.
     pub fn go_on(&self) -> Result<()> {
         self.machine.monitor("cont", "{}")
     }
 
-    /// Gives its machine more memory, or takes some away: a command of QEMU's monitor protocol.
+    /// Executes a command of QEMU's monitor protocol, for example to plug memory.
     ///
     /// # Errors
-    /// What QEMU says.
+    /// QEMU's error.
     pub fn monitor(&self, command: &str, arguments: &str) -> Result<()> {
         self.machine.monitor(command, arguments)
     }
 
-    /// True once its machine has ended.
+    /// True if its machine has ended.
     pub fn has_ended(&self) -> bool {
         self.machine.has_ended()
     }
 
-    /// What QEMU and its kernel have said.
+    /// Output of QEMU and of the guest's kernel.
     pub fn console(&self) -> String {
         self.machine.console()
     }
 
-    /// All that QEMU has said, traces too.
+    /// All output of QEMU, including traces.
     pub fn qemu_log(&self) -> String {
         self.machine.qemu_log()
     }

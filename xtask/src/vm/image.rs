@@ -1,4 +1,4 @@
-//! Initial RAM file systems: a kernel's modules, programs of its release, and one script that starts all.
+//! Initial RAM file systems: a kernel's modules, programs of its release, and one script that starts everything.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,7 +9,8 @@ use super::{Kernel, failed, run, write};
 use crate::Result;
 use crate::lab;
 
-/// Waits for commands at a port of the virtual machine: a line in, its output and a last line with its exit code out.
+/// Script that waits for commands at a port of the virtual machine. It reads a line, and writes the output and a last
+/// line with the exit code.
 const SERVE: &str = "#!/bin/sh
 exec 3<>$1 || exit
 while :; do
@@ -27,21 +28,21 @@ const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 pub(crate) struct Image<'a> {
     kernel: &'a Kernel,
     root: PathBuf,
-    /// Files of modules that are loaded at the start, in this order.
+    /// Files of the modules that are loaded at boot, in order.
     modules: Vec<String>,
 }
 
 impl<'a> Image<'a> {
-    /// Begins one in directory `root`, with busybox and `/bin/sh`.
+    /// Creates an image in directory `root`, with busybox and `/bin/sh`.
     ///
     /// # Errors
-    /// What is missing.
+    /// The missing file.
     pub fn new(kernel: &'a Kernel, root: PathBuf) -> Result<Image<'a>> {
         for d in ["bin", "dev", "proc", "sys", "run", "tmp", "modules", "etc/libibverbs.d"] {
             fs::create_dir_all(root.join(d)).map_err(failed(d))?;
         }
         let mut image = Image { kernel, root, modules: Vec::new() };
-        // Its own programs come first with busybox's shell, so it is not the shell.
+        // Busybox's shell prefers its built-in programs, so it is not the shell.
         image.file(Path::new("/bin/busybox"), "bin/busybox")?;
         for applet in run(&image.root, &["/bin/busybox", "--list"])?.lines().filter(|a| !["busybox", "sh"].contains(a))
         {
@@ -53,7 +54,7 @@ impl<'a> Image<'a> {
         Ok(image)
     }
 
-    /// A file of the kernel's release.
+    /// Path of a file of the kernel's release.
     fn theirs(&self, file: &str) -> PathBuf {
         self.kernel.root.join(file.trim_start_matches('/'))
     }
@@ -61,7 +62,7 @@ impl<'a> Image<'a> {
     /// Copies a file of this machine, following links.
     ///
     /// # Errors
-    /// It cannot be copied.
+    /// If it cannot be copied.
     pub fn file(&self, from: &Path, to: &str) -> Result<()> {
         let name = from.display().to_string();
         let to = self.root.join(to.trim_start_matches('/'));
@@ -72,15 +73,15 @@ impl<'a> Image<'a> {
     /// Writes a file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// If it cannot be written.
     pub fn text(&self, to: &str, text: &str) -> Result<()> {
         write(self.root.join(to.trim_start_matches('/')), text, 0o755)
     }
 
-    /// Copies what a file of the kernel's release needs.
+    /// Copies the libraries that a file of the kernel's release needs.
     fn libraries_of(&self, file: &str) -> Result<()> {
         let root = self.kernel.root.display().to_string();
-        // A static program needs none, and the loader says so by failing.
+        // A static program needs none. The loader then fails.
         let list =
             run(&self.root, &["chroot", &root, "/lib64/ld-linux-x86-64.so.2", "--list", file]).unwrap_or_default();
         for library in list.split_whitespace().filter(|w| w.starts_with('/')) {
@@ -94,7 +95,7 @@ impl<'a> Image<'a> {
     /// Copies a program of the kernel's release with the libraries that it needs.
     ///
     /// # Errors
-    /// It is not there.
+    /// If it does not exist.
     pub fn program(&self, name: &str) -> Result<()> {
         let file = self.find_program(name).ok_or_else(|| format!("there is no program {name}"))?;
         self.file(&self.theirs(&file), &format!("usr/bin/{name}"))?;
@@ -104,14 +105,14 @@ impl<'a> Image<'a> {
     /// Compiles one of our C programs for it.
     ///
     /// # Errors
-    /// What the compiler says.
+    /// The compiler's output, if it fails.
     pub fn compile(&self, name: &str) -> Result<()> {
         let program = self.root.join("usr/bin").join(name).display().to_string();
         let source = format!("xtask/c/{name}.c");
         run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
     }
 
-    /// True if the kernel's release has this program here.
+    /// True if the kernel's release on this machine has this program.
     pub fn has_program(&self, name: &str) -> bool {
         self.find_program(name).is_some()
     }
@@ -121,10 +122,11 @@ impl<'a> Image<'a> {
         places.into_iter().find(|f| self.theirs(f).exists())
     }
 
-    /// Copies a directory of the kernel's release, without the entries of these names, and what its shared objects need.
+    /// Copies a directory of the kernel's release, without the entries of these names, and the libraries of its shared
+    /// objects.
     ///
     /// # Errors
-    /// It is not there.
+    /// If it does not exist.
     pub fn tree(&self, dir: &str, without: &[&str]) -> Result<()> {
         let entries = fs::read_dir(self.theirs(dir)).map_err(failed(dir))?.flatten();
         for name in entries.filter_map(|e| e.file_name().into_string().ok()).filter(|n| !without.contains(&n.as_str()))
@@ -145,7 +147,7 @@ impl<'a> Image<'a> {
     /// Copies rdma-core's provider for a kind of device, of the kernel's release.
     ///
     /// # Errors
-    /// It is not there.
+    /// If it does not exist.
     pub fn provider(&self, kind: &str) -> Result<()> {
         let dir = format!("{LIBRARIES}/libibverbs");
         let all = fs::read_dir(self.theirs(&dir)).map_err(failed(&dir))?.flatten();
@@ -158,36 +160,36 @@ impl<'a> Image<'a> {
         self.file(&self.theirs(&config), &config)
     }
 
-    /// Copies what programs and libraries need that are built on this machine.
+    /// Copies the libraries of programs that are built on this machine.
     ///
     /// # Errors
-    /// It is not there.
+    /// If it does not exist.
     pub fn runtime(&self) -> Result<()> {
         let library = format!("{LIBRARIES}/libgcc_s.so.1");
         self.file(&self.theirs(&library), &library)
     }
 
-    /// Where its files are.
+    /// Directory of its files.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Copies modules, with those that they need. They are loaded at the start.
+    /// Copies modules and their dependencies. They are loaded at boot.
     ///
     /// # Errors
-    /// One is not there.
+    /// If one does not exist.
     pub fn modules(&mut self, names: &[&str]) -> Result<()> {
         let more = self.copy_modules(names)?;
         self.modules.extend(more);
         Ok(())
     }
 
-    /// Copies the kernel's soft RNIC, and its provider. It is loaded at the start.
+    /// Copies the kernel's soft RNIC and its provider. It is loaded at boot.
     ///
     /// # Errors
-    /// One is not there.
+    /// If one does not exist.
     pub fn rxe(&mut self) -> Result<()> {
-        // The module that it computes its CRCs by, and does not name. Later kernels have it built in.
+        // The module that computes its CRCs, which is not among its dependencies. Later kernels have it built in.
         let (crc, list) = ("crc32_generic", format!("lib/modules/{}/modules.dep", self.kernel.version));
         let list = self.kernel.base.join(list);
         let all = fs::read_to_string(&list).map_err(failed(&list.display().to_string()))?;
@@ -198,15 +200,15 @@ impl<'a> Image<'a> {
         self.provider("rxe")
     }
 
-    /// Copies modules, with those that they need and that are not loaded at the start. `/load-NAME` loads them, `/unload-NAME` unloads
-    /// them.
+    /// Copies modules and their dependencies that are not loaded at boot. `/load-NAME` loads them, `/unload-NAME`
+    /// unloads them.
     ///
     /// # Errors
-    /// One is not there.
+    /// If one does not exist.
     pub fn modules_for(&self, name: &str, names: &[&str]) -> Result<()> {
         let all = self.copy_modules(names)?;
         let load: String = all.iter().map(|m| format!("insmod /modules/{m} || exit\n")).collect();
-        // What used a module may need a moment to let go of it.
+        // The users of a module may need a moment to release it.
         let unload = |m: &String| {
             let module = m.trim_end_matches(".ko");
             format!("n=0; until rmmod {module}; do n=$((n + 1)); [ $n -lt 100 ] || exit; sleep 0.1; done\n")
@@ -216,7 +218,7 @@ impl<'a> Image<'a> {
         self.text(&format!("unload-{name}"), &format!("#!/bin/sh\n{unload}"))
     }
 
-    /// Copies modules, with those that they need, and names those that are not loaded at the start, in their order.
+    /// Copies modules and their dependencies. Returns the files of those that are not loaded at boot, in order.
     fn copy_modules(&self, names: &[&str]) -> Result<Vec<String>> {
         let base = self.kernel.base.display().to_string();
         let mut all = Vec::new();
@@ -241,10 +243,10 @@ impl<'a> Image<'a> {
         Ok(all)
     }
 
-    /// Packs it into `to`. The script `then` runs when modules are loaded and before commands are served.
+    /// Packs it into `to`. The script `then` runs after modules are loaded and before commands are served.
     ///
     /// # Errors
-    /// It could not be packed.
+    /// If it cannot be packed.
     pub fn pack(self, then: &str, to: &Path) -> Result<()> {
         let load: String = self.modules.iter().map(|m| format!("insmod /modules/{m}\n")).collect();
         let last = machine::port_in_guest(PORTS);

@@ -1,6 +1,6 @@
 //! A running virtual machine: QEMU, its monitor, its console, and commands in the guest.
 //!
-//! Commands need no network: each goes by a port of a virtio serial device, at whose other end the guest has a shell.
+//! Commands need no network. Each uses a port of a virtio serial device, at whose other end the guest has a shell.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,13 +14,13 @@ use super::failed;
 use crate::Result;
 use crate::lab::Output;
 
-/// How many commands may run at a time.
+/// Number of commands that may run at a time.
 pub(super) const PORTS: usize = 8;
-/// How long a guest may take to come up.
+/// Longest time for a guest to come up.
 const BOOT: Duration = Duration::from_secs(120);
-/// How long a command may take.
+/// Longest time for a command.
 const LIMIT: Duration = Duration::from_secs(120);
-/// What the guest sends after a command's output, before its exit code.
+/// The byte between a command's output and its exit code.
 const END: u8 = 1;
 
 /// The device file of a port in the guest, counted from 1.
@@ -32,11 +32,11 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a virtual machine is to be.
+/// Configuration of a virtual machine.
 pub(super) struct Config<'a> {
-    /// QEMU, and what it is started by.
+    /// The command that starts QEMU.
     pub qemu: Vec<String>,
-    /// Where its sockets and files are.
+    /// Directory of its sockets and files.
     pub dir: &'a Path,
     pub kernel: &'a Path,
     pub initrd: &'a Path,
@@ -47,7 +47,7 @@ pub(super) struct Config<'a> {
     pub interactive: bool,
 }
 
-/// A virtual machine. It ends with this value.
+/// A virtual machine. Dropping this value ends it.
 pub(crate) struct Machine {
     qemu: Mutex<Child>,
     dir: PathBuf,
@@ -57,11 +57,11 @@ pub(crate) struct Machine {
 #[derive(Default)]
 struct Ports {
     all: Vec<UnixStream>,
-    /// At which no command runs.
+    /// Ports without a running command.
     free: Arc<Mutex<Vec<UnixStream>>>,
 }
 
-/// A command that runs in a guest.
+/// A running command in a guest.
 pub(crate) struct Task {
     state: Arc<State>,
     limit: Instant,
@@ -84,7 +84,7 @@ impl Machine {
     /// Starts it. It takes commands after [`Machine::wait_up`].
     ///
     /// # Errors
-    /// QEMU could not be started.
+    /// If QEMU cannot be started.
     pub fn start(config: &Config<'_>) -> Result<Machine> {
         let dir = config.dir.to_path_buf();
         let path = |name: &str| dir.join(name).display().to_string();
@@ -114,7 +114,7 @@ impl Machine {
     /// Connects the ports, and waits until the guest takes commands.
     ///
     /// # Errors
-    /// Why it does not come up, with the end of its console.
+    /// If it does not come up, with the end of its console.
     pub fn wait_up(&self) -> Result<()> {
         let start = Instant::now();
         let mut answer: Option<Task> = None;
@@ -130,7 +130,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Connects the ports; true if all are connected.
+    /// Connects the ports. True if all are connected.
     fn connect(&self) -> bool {
         let ports = &mut *lock(&self.ports);
         for n in ports.all.len() + 1..=PORTS {
@@ -143,10 +143,10 @@ impl Machine {
         true
     }
 
-    /// Resets the guest, which starts again, and waits until it takes commands. Commands that run end without an exit code.
+    /// Resets the guest, and waits until it takes commands again. Running commands end without an exit code.
     ///
     /// # Errors
-    /// Why it does not come up again.
+    /// If it does not come up again.
     pub fn reset(&self) -> Result<()> {
         self.monitor("set-action", "{\"reboot\": \"reset\"}")?;
         self.monitor("system_reset", "{}")?;
@@ -162,7 +162,7 @@ impl Machine {
         self.wait();
     }
 
-    /// True once QEMU has ended.
+    /// True if QEMU has ended.
     pub fn has_ended(&self) -> bool {
         !matches!(lock(&self.qemu).try_wait(), Ok(None))
     }
@@ -171,12 +171,12 @@ impl Machine {
         String::from_utf8_lossy(&fs::read(self.dir.join(name)).unwrap_or_default()).into_owned()
     }
 
-    /// All that QEMU has said.
+    /// All output of QEMU.
     pub fn qemu_log(&self) -> String {
         self.read("qemu.log")
     }
 
-    /// The end of what QEMU and the guest's kernel have said.
+    /// The end of the output of QEMU and of the guest's kernel.
     pub fn console(&self) -> String {
         let text = self.qemu_log() + &self.read("console.log");
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
@@ -186,7 +186,7 @@ impl Machine {
     /// Starts a command in the guest.
     ///
     /// # Errors
-    /// Too many run already, or the guest is gone.
+    /// If too many run already, or the guest has ended.
     pub fn spawn(&self, command: &str) -> Result<Task> {
         let free = lock(&self.ports).free.clone();
         let mut port = lock(&free).pop().ok_or("too many commands run in the guest")?;
@@ -205,10 +205,10 @@ impl Machine {
         Ok(self.spawn(command)?.finish())
     }
 
-    /// One command of QEMU's monitor protocol, without arguments or with them as JSON.
+    /// Executes a command of QEMU's monitor protocol, with its arguments as JSON.
     ///
     /// # Errors
-    /// What QEMU answers.
+    /// QEMU's error.
     pub fn monitor(&self, command: &str, arguments: &str) -> Result<()> {
         let wrong = failed("QEMU's monitor");
         let stream = UnixStream::connect(self.dir.join("monitor")).map_err(&wrong)?;
@@ -243,7 +243,7 @@ impl Drop for Machine {
 }
 
 impl State {
-    /// Reads a command's output up to its end, and gives the port back.
+    /// Reads a command's output up to its end, and frees the port.
     fn follow(&self, mut port: UnixStream, ports: &Mutex<Vec<UnixStream>>) {
         let mut bytes = [0; 4096];
         let mut end: Option<Vec<u8>> = None;
@@ -273,23 +273,23 @@ impl State {
 }
 
 impl Task {
-    /// True once it has ended.
+    /// True if it has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.state.progress).ended
     }
 
-    /// What it has printed.
+    /// Its output so far.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&lock(&self.state.progress).text).into_owned()
     }
 
-    /// As [`Task::finish`], for so long at most.
+    /// As [`Task::finish`], with this limit.
     pub fn finish_within(mut self, limit: Duration) -> Output {
         self.limit = Instant::now() + limit;
         self.finish()
     }
 
-    /// Waits for the end, up to the limit. What takes longer has no exit code, and goes on.
+    /// Waits for the end, up to the limit. A command that takes longer continues; its result has no exit code.
     pub fn finish(self) -> Output {
         let mut p = lock(&self.state.progress);
         while !p.ended {

@@ -27,7 +27,7 @@ pub(crate) fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{what}: {e}")
 }
 
-/// Runs a program in `dir`; what it prints.
+/// Runs a program in `dir`. Returns its output.
 pub(crate) fn run(dir: &Path, words: &[&str]) -> Result<String> {
     let o = Command::new(words[0]).args(&words[1..]).current_dir(dir).output().map_err(failed(words[0]))?;
     if o.status.success() {
@@ -43,10 +43,10 @@ fn write(path: PathBuf, text: &str, mode: u32) -> Result<()> {
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(failed(&name))
 }
 
-/// Checks that guests can be started, and builds what runs on this machine.
+/// Checks that guests can be started, and builds the programs of this machine.
 ///
 /// # Errors
-/// What is missing.
+/// The missing part.
 pub(crate) fn prepare() -> Result<()> {
     if lab::uid() != 0 {
         return Err("virtual machines with vRNICs need root, for their network".into());
@@ -55,10 +55,10 @@ pub(crate) fn prepare() -> Result<()> {
     lab::build()
 }
 
-/// Makes what guests are made of.
+/// Makes the parts of guests.
 ///
 /// # Errors
-/// What could not be made.
+/// The step that failed.
 pub(crate) fn build(kernel: Option<&str>) -> Result<()> {
     prepare()?;
     let systems = Systems::make(kernel)?;
@@ -67,7 +67,7 @@ pub(crate) fn build(kernel: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// A guest beside a virtual layer, which has a vRNIC for a container too.
+/// Starts a virtual layer with a guest and with a vRNIC for a container, and calls `f`.
 fn alone<T>(kernel: Option<&str>, interactive: bool, f: impl FnOnce(&Lab, Guest) -> Result<T>) -> Result<T> {
     prepare()?;
     let systems = Systems::make(kernel)?;
@@ -79,10 +79,10 @@ fn alone<T>(kernel: Option<&str>, interactive: bool, f: impl FnOnce(&Lab, Guest)
     f(&lab, guest)
 }
 
-/// Runs a command in a guest, and ends as it does.
+/// Runs a command in a guest, and exits like it.
 ///
 /// # Errors
-/// The guest does not come up, or the command fails.
+/// If the guest does not come up, or the command fails.
 pub(crate) fn command(kernel: Option<&str>, command: &str) -> Result<()> {
     let o = alone(kernel, false, |_, guest| guest.run(command))?;
     print!("{}", o.text);
@@ -93,10 +93,10 @@ pub(crate) fn command(kernel: Option<&str>, command: &str) -> Result<()> {
     }
 }
 
-/// A guest whose console is the terminal.
+/// Starts a guest whose console is the terminal.
 ///
 /// # Errors
-/// The guest does not come up.
+/// If the guest does not come up.
 pub(crate) fn shell(kernel: Option<&str>) -> Result<()> {
     alone(kernel, true, |lab, guest| {
         let (exe, dir) = (lab.exe().display(), lab.dir.join("run").display().to_string());

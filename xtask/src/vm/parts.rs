@@ -1,7 +1,8 @@
-//! What virtual machines are made of, in `target/vm`: QEMU, programs and a kernel of Debian 13, this machine's own kernel, on demand
-//! that of Debian's unstable release, and what modules for them are built with.
+//! The parts of virtual machines, in `target/vm`: QEMU, programs and a kernel of Debian 13, this machine's own kernel,
+//! on demand the kernel of Debian's unstable release, and the build environment of modules for them.
 //!
-//! Each part is made under another name and renamed when it is whole, so that whoever finds it finds all of it.
+//! Each part is made under another name and renamed when it is complete, so that a part with its final name is always
+//! complete.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -12,7 +13,7 @@ use std::process::{Command, Stdio};
 use super::{failed, run, write};
 use crate::{Result, lab, packages};
 
-/// Packages of Debian with its kernel and what builds its modules.
+/// Debian's packages with its kernel and the build environment of its modules.
 const KERNEL: &[&str] = &[
     "linux-image-amd64",
     "linux-headers-amd64",
@@ -28,7 +29,7 @@ const KERNEL: &[&str] = &[
     "grep",
     "sed",
 ];
-/// What Debian 13 is for beside its kernel: QEMU, and the programs of all guests.
+/// Packages of Debian 13 apart from its kernel: QEMU, and the programs of all guests.
 const PROGRAMS: &[&str] = &[
     "qemu-system-x86",
     "e2fsprogs",
@@ -46,18 +47,18 @@ const PROGRAMS: &[&str] = &[
     "rdmacm-utils",
     "util-linux",
 ];
-/// Which of them come from Debian's backports: Debian 13's own QEMU has no vhost-user device of any kind.
+/// Packages from Debian's backports: Debian 13's own QEMU has no vhost-user device of any kind.
 const FROM_BACKPORTS: &str = "qemu-* seabios ipxe-qemu";
-/// Says of which packages a root directory is made.
+/// Name of the file that lists the packages of a root directory.
 const RECIPE: &str = "recipe";
 
 /// A kernel for guests.
 pub(crate) struct Kernel {
     /// As `uname -r` prints it.
     pub version: String,
-    /// The kernel as an ELF file, which starts faster under emulation than what unpacks itself.
+    /// The kernel as an ELF file, which starts faster under emulation than an image that unpacks itself.
     pub image: PathBuf,
-    /// What has its `lib/modules`.
+    /// Directory that has its `lib/modules`.
     pub base: PathBuf,
     /// Root directory of the release whose programs its guests have.
     pub root: PathBuf,
@@ -65,7 +66,7 @@ pub(crate) struct Kernel {
     builder: PathBuf,
 }
 
-/// All that guests are made of. Other processes that want parts wait while this value lives.
+/// The parts of guests. Other processes that want parts wait while this value exists.
 pub(crate) struct Parts {
     dir: PathBuf,
     /// Root directory of Debian 13.
@@ -89,7 +90,7 @@ fn remove(path: &Path) -> Result<()> {
     if path.is_dir() { fs::remove_dir_all(path).map_err(failed(&path.display().to_string())) } else { Ok(()) }
 }
 
-/// Makes `to` by what `make` does to a path beside it.
+/// Makes `to`: calls `make` with a path beside it, and renames the result.
 fn whole(to: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let new = PathBuf::from(format!("{}.new", to.display()));
     remove(&new)?;
@@ -99,20 +100,20 @@ fn whole(to: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
 }
 
 impl Parts {
-    /// Makes what is missing. The programs must have been built.
+    /// Makes the missing parts. The programs must have been built.
     ///
     /// # Errors
-    /// What could not be downloaded or built.
+    /// The failed download or build.
     pub fn make() -> Result<Parts> {
         let parts = Parts::download()?;
         parts.preload()?;
         Ok(parts)
     }
 
-    /// Downloads what is missing of QEMU and Debian 13.
+    /// Downloads the missing parts of QEMU and Debian 13.
     ///
     /// # Errors
-    /// What could not be downloaded.
+    /// The failed download.
     fn download() -> Result<Parts> {
         let dir = lab::root().join("target/vm");
         fs::create_dir_all(&dir).map_err(failed("target/vm"))?;
@@ -122,10 +123,10 @@ impl Parts {
         Ok(parts)
     }
 
-    /// Downloads what is missing of that and of the two kernels, so that it is there when somebody needs it.
+    /// Downloads these and the two kernels, if they are missing, for later use.
     ///
     /// # Errors
-    /// What could not be downloaded.
+    /// The failed download.
     pub fn fetch() -> Result<()> {
         let parts = Parts::download()?;
         parts.kernel_13()?;
@@ -133,7 +134,7 @@ impl Parts {
         parts.headers_here(&version).map(drop)
     }
 
-    /// Where all of it is.
+    /// Directory of all parts.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -147,8 +148,8 @@ impl Parts {
         self.debian(&self.root, &["trixie", "trixie-backports"], &[KERNEL, PROGRAMS].concat(), &hook, what)
     }
 
-    /// Makes a root directory with these packages of the first of these releases of Debian. `option`, of mmdebstrap, may say which packages
-    /// come from the others.
+    /// Makes a root directory with these packages of the first of these suites of Debian. `option`, of mmdebstrap, can
+    /// take packages from the other suites.
     fn debian(&self, root: &Path, suites: &[&str], packages: &[&str], option: &str, what: &str) -> Result<()> {
         let recipe = format!("{}\n{option}\n", packages.join(" "));
         if fs::read_to_string(root.join(RECIPE)).is_ok_and(|r| r == recipe) {
@@ -186,14 +187,14 @@ impl Parts {
         })
     }
 
-    /// The library that gives the device's number a name in QEMU.
+    /// Builds the library that gives the device's number a name in QEMU.
     fn preload(&self) -> Result<()> {
         let (unirdma, to) = (lab::unirdma().display().to_string(), self.dir.join("name.so"));
         whole(&to, |new| run(&self.dir, &[&unirdma, "vm", "preload", &new.display().to_string()]).map(|_| ()))
     }
 
-    /// QEMU, as a command to which arguments are to be added. It is started by its own release's dynamic loader, and ends with the
-    /// thread that starts it.
+    /// The command that starts QEMU, without arguments for the machine. QEMU is started by the dynamic loader of its
+    /// own release, and ends with the thread that starts it.
     pub fn qemu(&self) -> Vec<String> {
         let at = |p: &str| self.root.join(p).display().to_string();
         let libraries = ["", "/qemu", "/pulseaudio"].map(|d| at(&format!("usr/lib/x86_64-linux-gnu{d}"))).join(":");
@@ -211,7 +212,7 @@ impl Parts {
     /// Debian 13's kernel.
     ///
     /// # Errors
-    /// It could not be unpacked.
+    /// If it cannot be unpacked.
     pub fn kernel_13(&self) -> Result<Kernel> {
         self.kernel_in(&self.root)
     }
@@ -219,10 +220,10 @@ impl Parts {
     /// The kernel of Debian's unstable release.
     ///
     /// # Errors
-    /// It could not be downloaded or unpacked.
+    /// If it cannot be downloaded or unpacked.
     pub fn kernel_unstable(&self) -> Result<Kernel> {
         let root = self.dir.join("unstable");
-        // That a mirror is some days behind is no matter: its signature is what counts.
+        // The mirror may be some days behind. Its signature is checked nevertheless.
         let option = "--aptopt=Acquire::Check-Valid-Until \"false\"";
         let what = "the kernel of Debian's unstable release, and what builds its modules (about 250 MB, once)";
         self.debian(&root, &["sid"], KERNEL, option, what)?;
@@ -242,7 +243,7 @@ impl Parts {
     /// The kernel of this machine's release.
     ///
     /// # Errors
-    /// It could not be downloaded or unpacked.
+    /// If it cannot be downloaded or unpacked.
     pub fn kernel_here(&self) -> Result<Kernel> {
         let package = run(&self.dir, &["apt-cache", "depends", "linux-image-amd64"])?;
         let package = package.split_whitespace().find(|w| w.starts_with("linux-image-") && *w != "linux-image-amd64");
@@ -261,7 +262,7 @@ impl Parts {
         let image = self.dir.join(format!("vmlinux-{version}"));
         if !image.exists() {
             run(&self.dir, &["depmod", "-b", &base.display().to_string(), &version])?;
-            // Later releases have it beside its modules.
+            // Later releases have the kernel beside its modules.
             let places = [boot.join(format!("vmlinuz-{version}")), base.join(format!("lib/modules/{version}/vmlinuz"))];
             let packed = places.iter().find(|p| p.exists()).ok_or_else(|| format!("Linux {version} is not there"))?;
             whole(&image, |new| uncompress(packed, new))?;
@@ -269,10 +270,10 @@ impl Parts {
         Ok(Kernel { version, image, base, root, builder })
     }
 
-    /// Where `make` finds what modules of this machine's kernel are built with.
+    /// Directory in which `make` finds the build environment of modules for this machine's kernel.
     ///
     /// # Errors
-    /// It could not be downloaded.
+    /// If it cannot be downloaded.
     pub fn headers_here(&self, version: &str) -> Result<PathBuf> {
         let to = self.dir.join(format!("headers-{version}"));
         let headers = format!("linux-headers-{version}");
@@ -286,7 +287,7 @@ impl Parts {
         let common = format!("linux-headers-{}-common", version.rsplit_once('-').map_or(version, |v| v.0));
         whole(&to, |new| {
             unpack(&self.dir, &[&headers, &common, &format!("linux-kbuild-{release}")], new)?;
-            // The makefile has the absolute names of an installation.
+            // The makefile has absolute paths of an installation.
             let makefile = new.join("usr/src").join(&headers).join("Makefile");
             let text = fs::read_to_string(&makefile).map_err(failed("the headers' makefile"))?;
             write(makefile, &text.replace("/usr/src/", &format!("{}/", to.join("usr/src").display())), 0o644)
@@ -294,16 +295,16 @@ impl Parts {
         Ok(build)
     }
 
-    /// Builds a kernel module for a kernel from the sources in `from`; the file that comes of it.
+    /// Builds a kernel module for a kernel from the sources in `from`. Returns the module's file.
     ///
     /// # Errors
-    /// What make says.
+    /// The output of make, if it fails.
     pub fn module(&self, kernel: &Kernel, from: &Path, name: &str) -> Result<PathBuf> {
         let is_here = kernel.builder == Path::new("/");
         let at = if is_here { self.dir.clone() } else { kernel.builder.join("build") };
         let at = at.join(format!("{name}-{}", kernel.version));
         fs::create_dir_all(&at).map_err(failed("a module's directory"))?;
-        // make looks at the times of files.
+        // make compares the times of files, so they are kept.
         run(from, &["sh", "-c", &format!("cp -a . {}", at.display())])?;
         if is_here {
             let headers = self.headers_here(&kernel.version)?;
@@ -352,7 +353,7 @@ fn uncompress(bzimage: &Path, to: &Path) -> Result<()> {
         |at: usize| image.get(at..at + 4).and_then(|b| b.try_into().ok()).map(|b| u32::from_le_bytes(b) as usize);
     let sectors = image.get(0x1f1).copied().filter(|n| *n > 0).unwrap_or(4);
     let begin = (usize::from(sectors) + 1) * 512 + word(0x248).ok_or_else(bad)?;
-    // The last four bytes are the length of what comes out.
+    // The last four bytes are the length of the uncompressed file.
     let end = begin + word(0x24c).ok_or_else(bad)?.saturating_sub(4);
     let payload = image.get(begin..end).ok_or_else(bad)?;
     let program = match payload {

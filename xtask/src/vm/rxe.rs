@@ -1,4 +1,4 @@
-//! A virtual machine with the Linux kernel's own soft RNIC (rxe): the peer that the wire format is measured by.
+//! A virtual machine with the Linux kernel's own soft RNIC (rxe), the reference for the wire format.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ use crate::Result;
 use crate::lab::{self, Lab, Output};
 use crate::siw;
 
-/// Address of the guest, and of this end of its cable.
+/// Addresses of the guest and of this end of its cable.
 pub(crate) const GUEST: &str = "10.0.0.2";
 pub(crate) const OURS: &str = "10.0.0.254";
-/// The same for IPv6.
+/// The same addresses for IPv6.
 pub(crate) const GUEST6: &str = "fd01::2";
 pub(crate) const OURS6: &str = "fd01::254";
 
-/// Kernel modules, in the order in which they are wanted.
+/// Kernel modules, in the order of loading.
 const MODULES: &[&str] = &["crc32_generic", "ib_uverbs", "rdma_ucm", "rdma_rxe"];
-/// Those that siw wants more.
+/// Further modules for siw.
 const SIW_MODULES: &[&str] = &["crc32c_generic", "libcrc32c"];
 /// Programs of this machine that the guest gets.
 const PROGRAMS: &[&str] = &[
@@ -46,7 +46,8 @@ const PROGRAMS: &[&str] = &[
     "mckey",
 ];
 
-/// Kernel and initial RAM file system; `siw`: with the kernel's software iWARP device too, if it can be built.
+/// Makes the kernel and the initial RAM file system. `siw`: with the kernel's software iWARP device, if that can be
+/// built.
 fn image(parts: &Parts, siw: bool, dir: &Path) -> Result<(PathBuf, PathBuf)> {
     let kernel = parts.kernel_here()?;
     let mut image = Image::new(&kernel, dir.join("root"))?;
@@ -81,8 +82,8 @@ fn image(parts: &Parts, siw: bool, dir: &Path) -> Result<(PathBuf, PathBuf)> {
     Ok((kernel.image.clone(), initrd))
 }
 
-/// A guest with rxe, and a virtual layer on the other end of its cable, with a vRNIC that has this end's address. All
-/// ends with this value.
+/// A guest with rxe, and a virtual layer on the other end of its cable, with a vRNIC that has this end's address.
+/// Dropping this value ends both.
 pub(crate) struct Rxe {
     machine: Option<Machine>,
     pub lab: Option<Lab>,
@@ -91,10 +92,10 @@ pub(crate) struct Rxe {
 }
 
 impl Rxe {
-    /// Boots it, and starts a virtual layer on this side. Needs root, for the network namespace.
+    /// Boots the guest, and starts a virtual layer on this side. Needs root, for the network namespace.
     ///
     /// # Errors
-    /// What could not be made.
+    /// The step that failed.
     pub fn start() -> Result<Rxe> {
         let mut g = Rxe::boot_alone(false)?;
         g.serve(&[])?;
@@ -106,18 +107,18 @@ impl Rxe {
         &self.netns
     }
 
-    /// Starts a virtual layer on this side, with these arguments more, in the place of the one before.
+    /// Starts a virtual layer on this side with these further arguments. It replaces the previous one.
     ///
     /// # Errors
-    /// Why it does not serve.
+    /// If the virtual layer does not come up.
     pub fn serve(&mut self, more: &[&str]) -> Result<()> {
         self.serve_beside("", more)
     }
 
-    /// As [`Rxe::serve`], with these lines more in its peers file.
+    /// As [`Rxe::serve`], with these further lines in its peers file.
     ///
     /// # Errors
-    /// Why it does not serve.
+    /// If the virtual layer does not come up.
     pub fn serve_beside(&mut self, other_peers: &str, more: &[&str]) -> Result<()> {
         self.lab = None;
         let peers = self.dir.join("peers");
@@ -131,10 +132,10 @@ impl Rxe {
         Ok(())
     }
 
-    /// Boots it, with siw too if that is wanted and can be built. Needs root, for the network namespace.
+    /// Boots the guest, with siw too if `siw` is true and it can be built. Needs root, for the network namespace.
     ///
     /// # Errors
-    /// What could not be made.
+    /// The step that failed.
     pub fn boot_alone(siw: bool) -> Result<Rxe> {
         let netns = format!("ur{}-vm", std::process::id());
         let dir = std::env::temp_dir().join(format!("unirdma-{netns}"));
@@ -175,7 +176,7 @@ impl Rxe {
     /// Starts a command in the guest.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn spawn(&self, command: &str) -> Result<Task> {
         self.machine()?.spawn(command)
     }
@@ -183,7 +184,7 @@ impl Rxe {
     /// Runs a command in the guest.
     ///
     /// # Errors
-    /// It could not be started.
+    /// If it cannot be started.
     pub fn run(&self, command: &str) -> Result<Output> {
         self.machine()?.run(command)
     }
@@ -191,7 +192,7 @@ impl Rxe {
     /// Waits until a program of the guest listens, on TCP or for RDMA connections.
     ///
     /// # Errors
-    /// None does.
+    /// If none does.
     pub fn wait_listening(&self) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(20) {
@@ -204,19 +205,20 @@ impl Rxe {
         Err("no program of the guest listens".into())
     }
 
-    /// A server in the guest and its client on the vRNIC, or the other way round. Outputs of server and client.
+    /// Runs a server in the guest and its client on the vRNIC, or the other way round. Returns the outputs of server
+    /// and client.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn pair(&self, guest_serves: bool, ours: &str, guests: &str) -> Result<(Output, Output)> {
         let [ours_calls, guests_call] = [(ours, GUEST), (guests, OURS)].map(|(p, a)| format!("{p} {a}"));
         if guest_serves { self.serve_there(guests, &ours_calls) } else { self.serve_here(ours, &guests_call) }
     }
 
-    /// A server in the guest and its client on the vRNIC: their outputs.
+    /// Runs a server in the guest and its client on the vRNIC. Returns their outputs.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn serve_there(&self, server: &str, client: &str) -> Result<(Output, Output)> {
         let lab = self.lab.as_ref().ok_or("no virtual layer")?;
         let server = self.spawn(server)?;
@@ -225,10 +227,10 @@ impl Rxe {
         Ok((server.finish(), client))
     }
 
-    /// A server on the vRNIC and its client in the guest: their outputs.
+    /// Runs a server on the vRNIC and its client in the guest. Returns their outputs.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn serve_here(&self, server: &str, client: &str) -> Result<(Output, Output)> {
         let lab = self.lab.as_ref().ok_or("no virtual layer")?;
         let mut server = lab.spawn("v", &["--net", "host"], server)?;
@@ -240,14 +242,14 @@ impl Rxe {
     }
 }
 
-/// Sends to a multicast group.
+/// The command that sends to a multicast group.
 const MULTICAST_SENDER: &str = "timeout 20 mckey -m 239.1.1.1 -s -b";
 
 impl Rxe {
-    /// A member of a multicast group in the guest, and one on the vRNIC that sends to it: their outputs.
+    /// Runs a member of a multicast group in the guest, and a sender on the vRNIC. Returns their outputs.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn multicast_there(&self) -> Result<(Output, Output)> {
         let lab = self.lab.as_ref().ok_or("no virtual layer")?;
         let member = self.spawn(&format!("timeout 60 mckey -m 239.1.1.1 -b {GUEST}"))?;
@@ -256,8 +258,8 @@ impl Rxe {
         while !self.run("cat /proc/net/igmp")?.text.contains("010101EF") && start.elapsed() < Duration::from_secs(10) {
             std::thread::sleep(Duration::from_millis(100));
         }
-        // The program attaches its QP a moment after the kernel has joined the group, and nothing shows it: what is sent before
-        // is lost, and the sender comes again.
+        // The program attaches its QP a moment after the kernel has joined the group, and nothing shows it. Earlier
+        // messages are lost, so the sender repeats.
         loop {
             let sender = lab.spawn("v", &["--net", "host"], &format!("{MULTICAST_SENDER} {OURS}"))?.finish();
             let enough = Instant::now() + Duration::from_secs(2);
@@ -273,7 +275,7 @@ impl Rxe {
     /// As [`Rxe::multicast_there`], the other way round.
     ///
     /// # Errors
-    /// One of them could not be started.
+    /// If one of them cannot be started.
     pub fn multicast_here(&self) -> Result<(Output, Output)> {
         let lab = self.lab.as_ref().ok_or("no virtual layer")?;
         let command = format!("timeout 20 stdbuf -oL mckey -m 239.1.1.1 -b {OURS}");

@@ -1,11 +1,12 @@
-//! What guests need to serve and to use storage over RDMA by their kernel, and for disks. Nothing of it is loaded before a test asks for it.
+//! Programs and modules by which guests serve and use storage over RDMA in their kernel, and use disks. Nothing is
+//! loaded before a test asks for it.
 
 use super::image::Image;
 use crate::Result;
 
-/// Programs of Debian 13's root directory. Guests with the kernel of this machine have them only if they are installed here.
+/// Programs of Debian 13's root directory. Guests with this machine's kernel have them only if they are installed here.
 const PROGRAMS: &[&str] = &["nvme", "fio", "exportfs", "rpc.mountd"];
-/// Modules by what they are for: `/load-NAME` and `/unload-NAME` are programs of the guest.
+/// Modules by purpose. `/load-NAME` and `/unload-NAME` are programs of the guest.
 const MODULES: &[(&str, &[&str])] = &[
     ("disk", &["brd"]),
     ("nvme-target", &["nvmet-rdma"]),

@@ -1,15 +1,16 @@
-//! What may happen to a guest while its peers go on: a paused machine, a driver that is loaded again, a machine that starts again, one
-//! that is suspended.
+//! Changes of a guest while its peers continue: a paused machine, a reloaded driver, a restarted machine, a suspended
+//! machine.
 
 use super::*;
 
-/// What may happen to a guest.
+/// A change of a guest.
 struct Change {
     what: &'static str,
     happen: fn(&Guest) -> Check,
-    /// It is to happen again and again.
+    /// The change is repeated.
     again: bool,
-    /// The guest's kernel says goodbye, so that peers hear of it which only wait. As with hardware, nobody else would tell them.
+    /// The guest's kernel closes connections, so that peers which only wait are notified. Otherwise they are not, as
+    /// with hardware.
     told: bool,
 }
 
@@ -22,12 +23,12 @@ const CHANGES: &[Change] = &[
 
 fn reload(g: &Guest) -> Check {
     g.unload()?;
-    // Some have ended by themselves.
+    // Some programs have ended by themselves.
     g.run(KILL)?;
     g.load()
 }
 
-/// The kernel's own test of suspending: its devices go to sleep, and wake up at once.
+/// Runs the kernel's own test of suspension: its devices suspend, and resume at once.
 fn suspend(g: &Guest) -> Check {
     g.must("echo 0 >/sys/module/suspend/parameters/pm_test_delay; echo devices >/sys/power/pm_test && echo mem >/sys/power/state")?;
     g.run(KILL)?;
@@ -35,11 +36,11 @@ fn suspend(g: &Guest) -> Check {
 }
 
 const KILL: &str = "killall -9 ib_write_bw rping";
-/// Data that is checked, on a connection by address.
+/// A program that checks its data, on a connection by address.
 const CHECKED: &str = "rping -V -S 4000 -C 100000000";
 
-/// Two peers of a guest are busy, one with data that is checked; the change happens, they hear of it, nothing is left, and the guest
-/// can be used.
+/// One round of a change: two peers of a guest are busy, one of them with data that is checked. The change happens, the
+/// peers are notified, no objects are left, and the guest is usable.
 fn round(stage: &Stage<'_>, i: usize, change: &Change) -> Check {
     let (g, lab) = stage.guest(i)?;
     let writes = connected(g, lab, 30)?;
@@ -107,7 +108,7 @@ pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize, rounds: u32) {
     }
 }
 
-/// The last of all: a guest that has no power is no peer.
+/// The last test: a guest loses its power, and is no peer any more.
 pub(super) fn power(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize) {
     s.check(&format!("{} guest: loses its power while a peer is connected", NAMES[i]), |_| {
         let (g, lab) = stage.guest(i)?;

@@ -1,23 +1,23 @@
 //! A guest whose host has a network: with the container of another host, and with the Linux kernel's own RNIC.
 //!
-//! The guest has the address of its host, as a vRNIC must that talks to plain RoCEv2 peers. Those have no Ethernet in common with it. So the
-//! guest is told of the peer's MAC address, which nobody uses, and programs that first meet by TCP do so by a network interface
-//! more, which goes through its host.
+//! The guest has the address of its host, as a vRNIC that talks to plain RoCEv2 peers must. It shares no Ethernet with
+//! those peers. So the guest gets an entry with an unused MAC address for the peer, and programs that first meet by TCP
+//! do so over another network interface, through its host.
 
 use super::*;
 use crate::vm::{OURS, RXE};
 
-/// Address of the other host, and that of its end in the first one.
+/// Address of the other host, and of its end in the first one.
 const OTHER: &str = "10.0.1.2";
 const TO_OTHER: &str = "10.0.1.1";
-/// The container there.
+/// The container on the other host.
 const REMOTE: &str = "10.0.0.3";
-/// By which TCP reaches the machine with the kernel's RNIC.
+/// Address by which TCP reaches the machine with the kernel's RNIC.
 const RXE_TCP: &str = "10.8.0.2";
 
-/// The same program at both ends.
+/// Programs that run at both ends.
 const PROGRAMS: &[&str] = &["ibv_rc_pingpong -c -n 200", "ibv_ud_pingpong -n 50", "ib_write_bw -s 65536 -n 200"];
-/// Those that connect by address.
+/// Programs that connect by address.
 const BY_ADDRESS: &[(&str, &str)] = &[
     ("rping -s -C 20 -v", "rping -c -a ADDR -C 20 -V"),
     ("ib_write_bw -R -F -s 65536 -n 50", "ib_write_bw -R -F -s 65536 -n 50 ADDR"),

@@ -1,5 +1,5 @@
-//! A guest whose worker is killed, and one whose machine gets more memory and loses some, both under traffic; and one that has a virtual
-//! IOMMU.
+//! A guest whose worker is killed, a guest whose machine gets more memory and loses some, both with traffic, and a
+//! guest with a virtual IOMMU.
 
 use super::workers::kill_worker;
 use super::*;
@@ -13,7 +13,8 @@ fn alone(prepared: &Prepared<'_>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
     Ok((lab, guest))
 }
 
-/// Programs on both sides hear of it, those that do nothing too. The guest's kernel goes on, and its device takes no more.
+/// Checks that programs on both sides are notified, also those that do nothing. The guest's kernel continues, and its
+/// device accepts nothing more.
 fn worker_killed(lab: &Lab, g: &Guest) -> Check {
     let watch = g.spawn("ibv_asyncwatch")?;
     let client = connected(g, lab, 30)?;
@@ -40,7 +41,7 @@ fn total_kib(g: &Guest) -> Result<u64> {
 
 const MIB: u64 = 1 << 20;
 
-/// Gives a machine more memory, which the guest's kernel uses in this way.
+/// Plugs more memory into a machine, with this policy of onlining in the guest's kernel.
 fn plug(g: &Guest, name: &str, mib: u64, way: &str) -> Check {
     let before = total_kib(g)?;
     let size = mib * MIB;
@@ -59,7 +60,7 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     let client = connected(g, lab, 50)?;
     plug(g, "first", 512, "online_kernel")?;
     goes_on(lab, "a")?;
-    // Its memory lies there, since kernels take the highest zone first.
+    // The program's memory is allocated there, because kernels take the highest zone first.
     let free = free_above(g)?;
     let p = "ibv_rc_pingpong -c -e -s 268435456 -n 2 -r 2";
     let server = End::Guest(g).serve(p)?;
@@ -67,7 +68,7 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     require(used > 60_000, format!("{used} pages of the new memory are used"))?;
     let c = other_container(lab).spawn(&format!("{p} {}", g.ip))?.finish_within(LIMIT);
     both_end_well((server.finish_within(LIMIT), c))?;
-    // What can be taken away again.
+    // Memory that can be unplugged again.
     plug(g, "second", 256, "online_movable")?;
     goes_on(lab, "a")?;
     let with = total_kib(g)?;
@@ -82,7 +83,7 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     as_before(lab, g, &before)
 }
 
-/// Bus addresses are guest-physical ones, whatever the machine's IOMMU does for other devices.
+/// Checks that bus addresses are guest-physical ones even if the machine's IOMMU translates for other devices.
 fn behind_an_iommu(lab: &Lab, g: &Guest) -> Check {
     let o = g.run("ls /sys/class/iommu")?;
     require(o.text.contains("dmar0"), format!("the guest's kernel uses no IOMMU: {}", o.text))?;
@@ -96,7 +97,7 @@ fn behind_an_iommu(lab: &Lab, g: &Guest) -> Check {
 
 pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
     s.check("guest: it has a virtual IOMMU", |_| {
-        // The last one of several command lines of a kernel counts.
+        // The last of several kernel command lines is used.
         let more = ["-device", "intel-iommu", "-append", "console=ttyS0 quiet panic=-1 intel_iommu=on"];
         let (lab, guest) = alone(prepared, &Plan { more: &more, ..Plan::default() })?;
         behind_an_iommu(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))

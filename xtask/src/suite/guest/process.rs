@@ -1,13 +1,13 @@
-//! A hostile process in a guest, and others of that guest and of its peers that it must not harm.
+//! A hostile process in a guest, and other processes of that guest and of its peers that it must not harm.
 
 use super::*;
 
-/// Data of the victim's memory region, which others write.
+/// A program whose memory region peers write.
 const VICTIM: &str = "ib_write_bw -s 65536 -D 12";
-/// What others of the guest do meanwhile.
+/// A program that other processes of the guest run meanwhile.
 const MEANWHILE: &str = "ibv_rc_pingpong -c -n 100";
 
-/// QPN, key and address of the memory of the peer of a perftest program, as it prints them.
+/// QPN, key and address of the peer's memory, from the output of a perftest program.
 fn remote(text: &str) -> Option<[&str; 3]> {
     let line = text.lines().find(|l| l.contains("remote address:"))?;
     let mut words = line.split_whitespace();

@@ -4,11 +4,11 @@ use std::time::Instant;
 
 use super::*;
 
-/// A member of a multicast group, and one that sends to it.
+/// Runs a member of a multicast group, and a program that sends to the group.
 fn mckey(member: End<'_>, sender: End<'_>) -> Check {
     let program = |e: End<'_>| format!("mckey -m 239.1.1.1 -b {}", e.address());
     let mut m = member.spawn(&program(member))?;
-    // Nothing shows that the member has joined: what is sent before is lost, and the sender comes again.
+    // Nothing shows that the member has joined. Earlier messages are lost, so the sender repeats.
     loop {
         let s = sender.spawn(&format!("{} -s", program(sender)))?.finish_within(LIMIT);
         let enough = Instant::now() + Duration::from_secs(2);
@@ -21,7 +21,7 @@ fn mckey(member: End<'_>, sender: End<'_>) -> Check {
     }
 }
 
-/// What connects by address: in a guest that is the kernel's rdma_cm.
+/// Programs that connect by address. In a guest they use the kernel's rdma_cm.
 fn by_address(s: &mut Suite<'_>, name: &str, run: impl Fn(&dyn Fn(End<'_>, End<'_>) -> Check) -> Check) {
     for programs in BY_ADDRESS {
         s.check(&format!("{name}, by address: {}", programs.0), |_| {
@@ -31,7 +31,8 @@ fn by_address(s: &mut Suite<'_>, name: &str, run: impl Fn(&dyn Fn(End<'_>, End<'
     s.check(&format!("{name}, by address: mckey"), |_| run(&|server, client| mckey(server, client)));
 }
 
-/// Two processes of one guest. On few processors those that poll keep each other from running, so these wait for events where they can.
+/// Programs for two processes of one guest. On few processors polling processes delay each other, so these programs
+/// wait for events if they can.
 const WITHIN: &[&str] = &[
     "ibv_rc_pingpong -e -n 50",
     "ibv_uc_pingpong -e -n 50",
@@ -42,7 +43,7 @@ const WITHIN: &[&str] = &[
     "ib_read_bw -e -s 65536 -n 50",
     "ib_atomic_bw -e -n 50",
 ];
-/// A guest and a container, either of which serves.
+/// Programs for a guest and a container. Each of the two is the server once.
 const WITH_CONTAINER: &[&str] = &[
     "ibv_rc_pingpong -c -n 200",
     "ibv_ud_pingpong -e -n 100",
@@ -55,7 +56,7 @@ const WITH_CONTAINER: &[&str] = &[
     "ib_read_bw -s 1000000 -n 50",
     "ib_atomic_bw -n 200",
 ];
-/// Two guests.
+/// Programs for two guests.
 const BETWEEN: &[&str] = &[
     "ibv_rc_pingpong -e -n 100",
     "ibv_uc_pingpong -e -n 100",

@@ -1,11 +1,11 @@
-//! Machines that are started in a way that cannot work: one clear line where a person looks, and no hang.
+//! Machines with a configuration that cannot work: one clear line where a person looks, and no hang.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use super::*;
 
-/// The guest's kernel says a line.
+/// Checks that the guest's kernel has logged a line.
 fn said(g: &Guest, line: &str) -> Check {
     let o = g.run("dmesg | grep unirdma")?;
     require(o.text.contains(line), format!("expected `{line}`: {}", o.text))
@@ -19,12 +19,12 @@ const GET_CONFIG: u32 = 24;
 const FEATURES: u64 = 1 << 32 | 1 << 30;
 /// MQ, REPLY_ACK and CONFIG.
 const PROTOCOL_FEATURES: u64 = 1 << 0 | 1 << 3 | 1 << 9;
-/// Flags of messages: version 1, an answer, and that an answer is wanted.
+/// Flags of messages: version 1, a reply, and a requested reply.
 const VERSION: u32 = 1;
 const ANSWER: u32 = 1 << 2;
 const NEEDS_ANSWER: u32 = 1 << 3;
 
-/// The other end of a VMM's connection: a device of version 2 that does nothing else but to show that.
+/// Serves a VMM's connection as a device of version 2 that answers only what is necessary to show its version.
 fn version_2(mut vmm: UnixStream) -> std::io::Result<()> {
     let mut config = [0; 192];
     config[..6].copy_from_slice(b"uRDM\x02\0");
@@ -38,7 +38,7 @@ fn version_2(mut vmm: UnixStream) -> std::io::Result<()> {
             GET_FEATURES => FEATURES.to_le_bytes().to_vec(),
             GET_PROTOCOL_FEATURES => PROTOCOL_FEATURES.to_le_bytes().to_vec(),
             GET_QUEUE_NUM => 256_u64.to_le_bytes().to_vec(),
-            // An offset, a size, flags, and room for as many bytes.
+            // An offset, a size, flags, and room for `size` bytes.
             GET_CONFIG => {
                 let offset = body.first_chunk().map_or(0, |o| u32::from_le_bytes(*o)) as usize;
                 body.iter_mut().skip(12).zip(config.iter().skip(offset)).for_each(|(to, from)| *to = *from);
@@ -52,7 +52,7 @@ fn version_2(mut vmm: UnixStream) -> std::io::Result<()> {
     }
 }
 
-/// Three devices, of which none can be used.
+/// Three unusable devices.
 fn unfit(prepared: &Prepared<'_>) -> Check {
     let lab = Lab::start(None)?;
     lab.vrnic("few", &["--ip", "10.0.0.1"])?;
@@ -91,7 +91,7 @@ fn not_shared(prepared: &Prepared<'_>) -> Check {
     g.unload()
 }
 
-/// The second one waits, and comes up when the first one is gone.
+/// The second machine of one vRNIC waits, and comes up when the first one has ended.
 fn two_machines(prepared: &Prepared<'_>) -> Check {
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
@@ -109,7 +109,7 @@ fn two_machines(prepared: &Prepared<'_>) -> Check {
     works(&second)
 }
 
-/// The provider is of another version of rdma-core: its file has another name.
+/// The provider belongs to another version of rdma-core: its file has another name.
 fn other_provider(g: &Guest) -> Check {
     let at = "/usr/local/lib/unirdma/libunirdma-rdmav";
     g.must(&format!("mv {at}34.so {at}99.so"))?;
@@ -119,7 +119,7 @@ fn other_provider(g: &Guest) -> Check {
     require(text.contains("couldn't load driver") && text.contains("libunirdma-rdmav34.so"), text)
 }
 
-/// What a guest of the scene shows.
+/// Tests with a guest of the scene.
 pub(super) fn provider(s: &mut Suite<'_>, stage: &Stage<'_>) {
     s.check("wrong_input: guest: a provider of another rdma-core", |_| stage.explained(0, &|g, _| other_provider(g)));
 }
