@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Programs as the field has them, on cores that computing threads use too, for `cargo xtask bench busy`. Prints names and numbers.
+ * Typical programs, on cores that computing threads use too, for `cargo xtask bench busy`. Prints names and numbers.
  *
  *   busy serve WHAT                                   the other end of WHAT by RDMA, once
- *   busy WHAT ADDRESS|tcp|memory COMPUTING SECONDS    WHAT by RDMA, by TCP over the kernel's loopback, or within this process alone,
- *                                                     beside so many threads that compute
+ *   busy WHAT ADDRESS|tcp|memory COMPUTING SECONDS    WHAT by RDMA, by TCP over the kernel's loopback, or within this
+ *                                                     process alone, beside COMPUTING threads that compute
  *
- *   sync           8 B, one message after the other. By RDMA a thread posts a WRITE and polls until it is completed; by TCP both ends
- *                  sleep until something comes. Times in microseconds.
- *   relay-2, -3    4 KiB, one message after the other, through threads that all spin and hand each message on by memory: the caller
- *                  and a worker that posts and polls, or the caller, one that posts and one that polls. Mooncake is built so. By TCP
- *                  the caller spins, and a thread sleeps until the answer comes. A rate.
- *   requests-1, -64  64 connections, one or all of which have a request on its way. Each has a CQ with a completion channel, and both
- *                  ends wait for all channels with one epoll, as Valkey does. A rate.
- *   stall          Threads with 16 connections each keep all of them busy, and yield when there is nothing for them. Once a poll of a CQ
- *                  was empty, a thread polls that CQ again only when an answer lies in its memory. The other end sleeps in epoll, and
- *                  a signal comes to it each millisecond. Longest time without a message, and how late a thread that sleeps
- *                  for 1 ms at a time wakes up at worst, both in milliseconds.
+ *   sync           8 B, one message after the other. By RDMA a thread posts a WRITE and polls until it is completed;
+ *                  by TCP both ends sleep until data arrives. Times in microseconds.
+ *   relay-2, -3    4 KiB, one message after the other, through threads that all spin and pass each message on in
+ *                  memory, as in Mooncake: the caller and a thread that posts and polls, or the caller, a thread that
+ *                  posts and a thread that polls. By TCP the caller spins, and a thread sleeps until the answer
+ *                  arrives. A rate.
+ *   requests-1, -64  64 connections, one or all of which have an outstanding request. Each has a CQ with a completion
+ *                  channel, and both ends wait for all channels with one epoll, as Valkey does. A rate.
+ *   stall          Threads with 16 connections each keep all of them busy, and yield when they have no work. After an
+ *                  empty poll of a CQ, a thread polls that CQ again only when an answer is in its memory. The other end
+ *                  sleeps in epoll, and gets a signal each millisecond. The longest time without a message, and the
+ *                  longest delay of a thread that sleeps for 1 ms at a time, both in milliseconds.
  */
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -33,22 +34,22 @@
 #include "times.h"
 
 enum { CONNECTIONS = 64, SENDERS = 4, PAGE = 4096, SMALL = 8, REQUEST = 64, PORT = 18515, MOST_TIMES = 4000000 };
-/* Messages of a connection of `stall` that are not answered; receives, sends, and how many sends have one completion. */
+/* Unanswered messages of a connection of `stall`; receives; sends; sends per completion. */
 enum { WINDOW = 32, RECEIVES = 64, SENDS = 128, SIGNALLED = 16 };
 enum { ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
 
 struct connection {
-	/* Carries the messages, or with RDMA only what the ends must know of each other. */
+	/* Carries the messages. With RDMA it carries only the data by which the ends connect. */
 	int socket;
-	/* None without RDMA. */
+	/* NULL without RDMA. */
 	struct ibv_qp *qp;
 	struct ibv_cq *cq;
 	struct ibv_comp_channel *channel;
 	struct ibv_mr *out, *in;
 	uint64_t sent, received;
-	/* A poll found nothing since the last message was posted. */
+	/* The last poll found nothing, and no message has been posted since. */
 	int looked;
-	/* Where messages go at the other end. */
+	/* Address of messages at the other end. */
 	struct place {
 		union ibv_gid gid;
 		uint64_t addr;
@@ -59,7 +60,7 @@ struct connection {
 static const char *what;
 static struct connection all[CONNECTIONS];
 static char out[CONNECTIONS][PAGE] __attribute__((aligned(PAGE))), in[CONNECTIONS][PAGE] __attribute__((aligned(PAGE)));
-/* When the last message came to `answer`, and the longest time between two. */
+/* Time of the last message in `answer`, and the longest time between two. */
 static double last, silence;
 static _Atomic uint64_t asked, posted, done;
 static _Atomic int stop;
@@ -69,7 +70,7 @@ static int is(const char *name)
 	return !strncmp(what, name, strlen(name));
 }
 
-/* False if the other end is gone. */
+/* Sends or receives `n` bytes. False if the other end has closed. */
 static int move(int s, int sends, void *p, size_t n)
 {
 	while (n) {
@@ -135,7 +136,8 @@ static int is_complete(struct connection *c)
 	return n;
 }
 
-/* Sends a request or an answer. By RDMA its first word is its number, and it is in the WQE: the next one cannot overtake it. */
+/* Sends a request or an answer. By RDMA its first word is its number, and the WQE has the data, so the next one
+ * cannot overwrite it. */
 static void send_message(struct connection *c)
 {
 	c->sent++;
@@ -147,7 +149,7 @@ static void send_message(struct connection *c)
 	post_write(c, IBV_WR_RDMA_WRITE_WITH_IMM, REQUEST, IBV_SEND_INLINE | (c->sent % SIGNALLED ? 0 : IBV_SEND_SIGNALED));
 }
 
-/* How many messages have come; -1 if the other end is gone. */
+/* Number of new messages; -1 if the other end has closed. */
 static int arrivals(struct connection *c)
 {
 	struct ibv_wc wc;
@@ -175,14 +177,14 @@ static void note_time(void)
 	last = t;
 }
 
-/* Answers each message with one, until the time comes or the other end is gone; how many there were. */
+/* Answers each message with one, until `until` or until the other end closes. Returns the number of messages. */
 static uint64_t answer(double until)
 {
 	struct epoll_event ready[CONNECTIONS + 1], event = { .events = EPOLLIN };
 	int epoll = epoll_create1(0), n;
 	uint64_t count = 0;
 
-	/* With RDMA, the first socket shows the end of the other program. */
+	/* With RDMA, the first socket shows when the other program ends. */
 	if (all[0].qp)
 		CHECK(!epoll_ctl(epoll, EPOLL_CTL_ADD, all[0].socket, &event));
 	for (struct connection *c = all; c < all + CONNECTIONS; c++) {
@@ -217,7 +219,7 @@ static uint64_t answer(double until)
 	return 0;
 }
 
-/* Requests on so many connections. */
+/* Requests on this number of connections. */
 static void requests(int connections, double length)
 {
 	for (int i = 0; i < connections; i++)
@@ -253,7 +255,7 @@ static void serve(int listener, int connections, int by_rdma)
 		printf("silence %.3f\n", silence * 1e3);
 }
 
-/* Listens, on any free port if `port` is none; notes the address. */
+/* Listens, on any free port if `port` is 0. Returns the address in `at`. */
 static int listen_at(in_addr_t address, int port, struct sockaddr_in *at)
 {
 	socklen_t n = sizeof(*at);
@@ -287,7 +289,7 @@ static void sync_times(double until)
 	printf("mean %.3f\np50 %.3f\np99 %.3f\np99.9 %.3f\nworst %.3f\n", sum / n, t[n / 2], t[n * 99 / 100], t[n * 999 / 1000], t[n - 1]);
 }
 
-/* The part of a relay that polls; by memory alone it is done when it is posted. */
+/* The part of a relay that polls. In memory alone a request is complete when it is posted. */
 static void relay_poll(void)
 {
 	if (!all[0].qp)
@@ -368,7 +370,7 @@ static void *stall_sender(void *first)
 			if (c->looked && *(volatile uint64_t *)in[c - all] <= c->received)
 				continue;
 			came = arrivals(c);
-			/* The other end is gone, and should not be. */
+			/* The other end must not close yet. */
 			CHECK(came >= 0 || stop);
 			c->looked = !came;
 			for (; came > 0; came--, idle = 0) {
@@ -396,7 +398,7 @@ static void stall(double length)
 	}
 	stop = 1;
 	printf("sleep %.3f\n", worst * 1e3);
-	/* Ends the time of the other end before this program's threads are waited for. */
+	/* Stops the other end before this program waits for its own threads. */
 	shutdown(all[0].socket, SHUT_RDWR);
 }
 
@@ -445,7 +447,7 @@ int main(int argc, char **argv)
 	for (int i = atoi(argv[3]); i > 0; i--)
 		start(compute, NULL);
 	length = atof(argv[4]);
-	/* The scheduler has seen who computes. */
+	/* Lets the scheduler learn which threads compute. */
 	usleep(300000);
 	if (is("sync"))
 		sync_times(seconds() + length);
@@ -458,6 +460,6 @@ int main(int argc, char **argv)
 	else
 		return 2;
 	fflush(stdout);
-	/* Threads that spin still use what exit() would take down. */
+	/* Spinning threads still use objects that exit() would destroy. */
 	_exit(0);
 }

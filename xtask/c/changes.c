@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * What a program may change at a QP that works: the sizes of its queues (IBV_QP_CAP), its rate limit
- * (ibv_modify_qp_rate_limit(3)), and with whom it shares the target of an XRC connection (ibv_open_qp(3)); and when its
- * structure says that it has failed. All once more in a thread domain, whose queues take no lock.
+ * Changes that a program may make to a working QP: the sizes of its queues (IBV_QP_CAP), its rate limit
+ * (ibv_modify_qp_rate_limit(3)), and the processes that share the target of an XRC connection (ibv_open_qp(3)).
+ * Also when the structure of a failed QP shows the failure. All of it again in a thread domain, whose queues
+ * take no lock.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -85,7 +86,7 @@ static int post_recv(struct ibv_qp *qp, uint64_t id)
 	return ibv_post_recv(qp, &wr, &bad);
 }
 
-/* Takes `n` completions of each QP, which come in order. */
+/* Takes `n` completions of each QP, which must come in order. */
 static void drain(struct ibv_qp *a, uint64_t first_a, struct ibv_qp *b, uint64_t first_b, int n)
 {
 	int done = 0;
@@ -115,7 +116,8 @@ static void sizes(struct ibv_qp *a, struct ibv_qp *b)
 	struct ibv_qp_attr attr;
 	int i;
 
-	/* Sends wait for receives while both grow, and go on shrinking until there is no room for what waits. */
+	/* Sends wait for receives while both queues grow, and then shrink until the waiting sends no longer
+	 * fit. */
 	for (i = 0; i < BEFORE; i++)
 		CHECK(!post_send(a, i, 1000));
 	CHECK(!resize(a, AFTER, AFTER, 1));
@@ -136,7 +138,7 @@ static void sizes(struct ibv_qp *a, struct ibv_qp *b)
 	CHECK(!resize(a, BEFORE, BEFORE, 1));
 }
 
-/* Ten messages: 8 Mbit, at 80 Mbit/s 0.1 s. */
+/* Time of ten messages: 8 Mbit, at 80 Mbit/s 0.1 s. */
 static double ten(struct ibv_qp *a, struct ibv_qp *b)
 {
 	double start = seconds();
@@ -191,8 +193,8 @@ static struct ibv_qp *open_target(struct ibv_context *c, struct ibv_xrcd *x, uin
 	return ibv_open_qp(c, &a);
 }
 
-/* A QP that has failed: its structure says so once the program has asked for the state, and not before (UCX posts to it
- * between the two). */
+/* The structure of a failed QP shows the failure only after the program has queried the state (UCX posts to the
+ * QP between the two). */
 static void states(struct ibv_qp *qp)
 {
 	struct ibv_sge sge = { (uintptr_t)memory[0], 8, mr->lkey };
@@ -213,7 +215,7 @@ static void states(struct ibv_qp *qp)
 	CHECK(!ibv_query_qp(qp, &attr, IBV_QP_STATE, &init) && attr.qp_state == IBV_QPS_ERR && qp->state == IBV_QPS_ERR);
 }
 
-/* Another process opens the target, which its maker destroys then. */
+/* Another process opens the target. Its creator destroys it then. */
 static void share(void)
 {
 	struct ibv_qp_init_attr_ex init = { .qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD };
@@ -239,7 +241,7 @@ static void share(void)
 		qp = open_target(c, mine, number, IBV_QPT_XRC_RECV);
 		CHECK(qp && qp->qp_num == number && qp->qp_context == &gid);
 		CHECK(write(from[1], "o", 1) == 1);
-		/* The maker has destroyed its own. */
+		/* The creator has destroyed its own handle. */
 		CHECK(read(to[0], &number, sizeof(number)) == sizeof(number));
 		CHECK(!ibv_query_qp(qp, &a, IBV_QP_STATE, &i) && a.qp_state == IBV_QPS_RESET);
 		a = (struct ibv_qp_attr){ .qp_state = IBV_QPS_INIT, .port_num = 1 };
@@ -274,7 +276,7 @@ static void work(void)
 	CHECK(!ibv_destroy_qp(a) && !ibv_destroy_qp(b) && !ibv_destroy_cq(cq));
 }
 
-/* The same with objects of one thread. */
+/* The same with objects that one thread uses. */
 static void alone(void)
 {
 	struct ibv_td_init_attr none = { 0 };
@@ -319,7 +321,7 @@ int main(void)
 	CHECK((cq = ibv_create_cq(ctx, 4 * AFTER, NULL, NULL, 0)));
 	work();
 	alone();
-	/* A null MR does not keep its PD, and may be given back after it. */
+	/* A null MR holds no reference to its PD, and may be deregistered after it. */
 	CHECK((null_mr = ibv_alloc_null_mr(pd)));
 	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_dereg_mr(null_mr));
 	share();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Ends a test program that finds something wrong, and says where.
+ * Ends a test program that finds an error, and prints the place.
  */
 #include <errno.h>
 #include <stdio.h>

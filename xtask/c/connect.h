@@ -23,7 +23,7 @@ static inline void connect_qp(struct ibv_qp *qp, uint32_t peer, union ibv_gid gi
 				       IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
-/* Writes or reads `len` bytes between two MRs, from `from` on in `own` and in `peer`, and waits for that. */
+/* Writes or reads `len` bytes between two MRs, at `from` in `own` and in `peer`, and waits for the completion. */
 static inline void transfer(struct ibv_qp *qp, enum ibv_wr_opcode op, struct ibv_mr *own, struct ibv_mr *peer, size_t from, uint32_t len)
 {
 	struct ibv_sge sge = { (uintptr_t)own->addr + from, len, own->lkey };

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Tries to get out of a container: escape HOST_PID HOST_DIR HOME. HOST_PID is the virtual layer's process, HOST_DIR its directory, HOME the
- * home directory of the user that started the container, in which there are files to steal. The working directory is to be guarded.
- * Prints what is possible and should not be, and at the end how much was tried. All is tried twice, the second time as root of
- * one more user namespace.
+ * Tries to get out of a container: escape HOST_PID HOST_DIR HOME. HOST_PID is the virtual layer's process,
+ * HOST_DIR its directory, HOME the home directory of the user that started the container, with files to steal.
+ * The working directory is protected. Prints every attack that succeeds, and at the end the number of attempts.
+ * Everything is tried twice, the second time as root of a nested user namespace.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -31,7 +31,7 @@
 
 static int tried;
 
-/* `done`: the attack has worked. */
+/* `done`: the attack has succeeded. */
 static void attack(int done, const char *what, const char *on)
 {
 	tried++;
@@ -57,7 +57,7 @@ static int connects(const char *path)
 	return done;
 }
 
-/* The mounts that a container begins with: none can be taken away, none made writable. */
+/* The mounts of a new container: none can be removed or made writable. */
 static void mounts(void)
 {
 	char line[4096], at[1024];
@@ -106,12 +106,12 @@ static void files(void)
 		attack(opens(fixed[i], O_WRONLY), "writing", fixed[i]);
 	for (unsigned i = 0; i < sizeof made / sizeof *made; i++)
 		attack(opens(made[i], O_WRONLY | O_CREAT), "making", made[i]);
-	/* Device files lead to the host's devices. */
+	/* Device files would reach the host's devices. */
 	struct stat s;
 	stat("/etc", &s);
 	attack(!mknod("/tmp/disk", S_IFBLK | 0600, s.st_dev) && opens("/tmp/disk", O_RDONLY), "opening", "the disk by its numbers");
 	attack(!mknod("/tmp/mem", S_IFCHR | 0600, makedev(1, 1)) && opens("/tmp/mem", O_RDONLY), "opening", "memory by its numbers");
-	/* A handle of the root directory of a file system that is shown in part only. */
+	/* A handle of the root directory of a file system of which the container sees only a part. */
 	struct { struct file_handle h; unsigned char bytes[MAX_HANDLE_SZ]; } handle = { .h.handle_bytes = MAX_HANDLE_SZ };
 	int id, dir = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	if (name_to_handle_at(AT_FDCWD, ".", &handle.h, &id, 0) == 0 && handle.h.handle_bytes == 8) {
@@ -119,7 +119,7 @@ static void files(void)
 		attack(open_by_handle_at(dir, &handle.h, O_RDONLY | O_CLOEXEC) >= 0, "opening", "the host's root directory by its handle");
 	}
 	close(dir);
-	/* Only what it was started with may be open. */
+	/* Only the descriptors that the program was started with may be open. */
 	DIR *d = opendir("/proc/self/fd");
 	for (struct dirent *e; (e = readdir(d));)
 		if (e->d_name[0] != '.' && atoi(e->d_name) != dirfd(d))
@@ -137,7 +137,7 @@ static void files(void)
 	closedir(d);
 }
 
-/* What the user's next shell, ssh, git and our own command line read. */
+/* Files that the user's next shell, ssh, git and our own command line read. */
 static void home_directory(const char *home)
 {
 	char path[512];
@@ -166,7 +166,7 @@ static void home_directory(const char *home)
 	close(fd);
 }
 
-/* Names in the working directory that git and others act upon: they may exist or not. */
+/* Names in the working directory that git and other programs act upon. They may exist or not. */
 static void working_directory(void)
 {
 	const char *guarded[] = { ".git", ".envrc", ".vscode", ".idea", "HEAD" };
@@ -184,7 +184,7 @@ static void working_directory(void)
 		attack(opens(path, O_WRONLY | O_CREAT), "writing", path);
 		attack(!link(path, "linked"), "a second name of", path);
 	}
-	/* Without what is mounted in it. */
+	/* Without the mounts inside it. */
 	attack(!mount(".", "/tmp/m", NULL, MS_BIND, NULL), "mount of", "the working directory alone");
 	attack(!mount("none", "/tmp/m", "overlay", 0, "lowerdir=."), "an overlay of", "the working directory");
 }
@@ -197,7 +197,7 @@ static void processes(int host)
 	attack(!ptrace(PTRACE_SEIZE, host, 0, 0), "ptrace of", "the virtual layer");
 	snprintf(path, sizeof path, "/proc/%d", host);
 	attack(!access(path, F_OK), "seeing", "the virtual layer");
-	/* The user namespace above, by the PID namespace that belongs to it. */
+	/* The parent user namespace, by the PID namespace that belongs to it. */
 	int pid = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
 	int owner = ioctl(pid, _IO(0xb7, 1));
 	attack(owner >= 0 && !setns(owner, CLONE_NEWUSER), "entering", "the user namespace above");
@@ -233,7 +233,7 @@ static void directories(const char *host)
 			snprintf(path, sizeof path, "%s%s/%s", before[b], host, inside[i]);
 			attack(!access(path, F_OK) || connects(path), "reaching", path);
 		}
-	/* The classic way out of a chroot; here it leads to the same root. */
+	/* The classic way out of a chroot. Here it must lead to the same root. */
 	struct stat root, found;
 	stat("/", &root);
 	mkdir("/tmp/c", 0700);

@@ -1,13 +1,13 @@
-/* What a hostile container, or a hostile user of a peer host, sends; and what its victims see of it.
+/* Packets of a hostile container, or of a hostile user of a peer host, and the victims' view of them.
  *
- *   forge arp ADDRESS TIMES                 tells everybody at eth0, ten times a second, that ADDRESS is here
- *   forge flood ADDRESS SECONDS             the same as fast as it can; prints `ready` first
- *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second, and prints each MAC that the kernel has for it
+ *   forge arp ADDRESS TIMES                 announces at eth0, ten times a second, that ADDRESS is here
+ *   forge flood ADDRESS SECONDS             the same without pause; prints `ready` first
+ *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second; prints each MAC of its neighbour entry
  *   forge vxlan FROM PORT TO VNI            sends a frame inside VXLAN from a port of the address FROM (0: any)
  *   forge vxlan-pktinfo FROM PORT TO VNI    the same from a socket that is bound to another address of the host
  *   forge roce FROM TO QPN                  sends WRITE requests for a QP from the address FROM, as a plain device would
- *   forge again INTERFACE FROM SECONDS      sends a second time what the host with address FROM sends to others' ports 4791 and 4789
- *   forge listen SECONDS                    prints `arrived` when such a frame comes in by eth0, else `nothing` at the end
+ *   forge again INTERFACE FROM SECONDS      replays packets of the host FROM to ports 4791 and 4789
+ *   forge listen SECONDS                    prints `arrived` when such a frame arrives at eth0, else `nothing`
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -52,7 +52,7 @@ static struct sockaddr_in address(const char *text, int port)
 	return a;
 }
 
-/* An ARP answer to everybody: an address is here. */
+/* A broadcast ARP answer that claims an address. */
 static int arp_answer(const char *whose, unsigned char f[42])
 {
 	int s = eth0(ETH_P_ARP, f + 6);
@@ -82,7 +82,7 @@ static void flood(const char *whose, int seconds)
 	int s = arp_answer(whose, f);
 	printf("ready\n");
 	fflush(stdout);
-	/* What the queue has no room for is lost. */
+	/* Frames for which the queue has no room are lost. */
 	for (time_t end = time(NULL) + seconds; time(NULL) < end;)
 		send(s, f, sizeof f, 0);
 }
@@ -134,7 +134,7 @@ static void vxlan(const char *from, int port, const char *to, unsigned vni, int 
 		memcpy(CMSG_DATA(&control.head), &info, sizeof info);
 	}
 	for (int i = 0; i < 5; i++)
-		/* The sender may be told that a filter has dropped it. */
+		/* The kernel may report to the sender that a filter has dropped the packet. */
 		if (sendmsg(s, &m, 0) < 0)
 			warn("sendmsg");
 	printf("sent as user %d\n", getuid());
@@ -153,7 +153,8 @@ static unsigned crc32_of(const unsigned char *p, size_t n, unsigned crc)
 	return crc;
 }
 
-/* The invariant CRC of a packet from one port to 4791 (IBTA, annex A17): fields that change on the way count as ones. */
+/* The invariant CRC of a packet from one port to 4791 (IBTA, annex A17). Fields that change on the way are
+ * computed as ones. */
 static unsigned icrc(struct sockaddr_in from, struct sockaddr_in to, const unsigned char *bth, size_t n)
 {
 	struct {
@@ -213,11 +214,11 @@ static void again(const char *interface, const char *from, int seconds)
 	for (time_t end = time(NULL) + seconds; time(NULL) < end;) {
 		ssize_t n = recv(s, &f, sizeof f, 0);
 		int port = ntohs(f.udp.dest);
-		/* What the interface would have cut is too long for a packet. */
+		/* A packet that segmentation by the interface would have cut is too long. */
 		if (n < (ssize_t)offsetof(typeof(f), rest) || n > 1514 || f.eth.h_proto != htons(ETH_P_IP) || f.ip.ihl != 5 ||
 		    f.ip.protocol != IPPROTO_UDP || f.ip.saddr != own.sin_addr.s_addr || (port != ROCE_PORT && port != VXLAN_PORT))
 			continue;
-		/* The interface would have filled it in. */
+		/* The checksum is left to the interface. */
 		f.udp.check = 0;
 		n_sent += send(s, &f, n, 0) == n;
 	}

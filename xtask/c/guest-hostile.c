@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * A hostile process of a virtual machine: it writes whatever it likes to what the device's driver has mapped into it, and asks for what
- * is not its own. `broken: ...` says what it must not have been able to do.
+ * A hostile process of a virtual machine. It writes junk to everything that the device's driver has mapped into
+ * it, and requests access to objects of others. Prints `broken: ...` if it succeeds in something forbidden.
  *
  *   guest-hostile SECONDS SEED RKEY VADDR QPN GID-INDEX     key, address and QPN of a victim; hexadecimal
  */
@@ -40,7 +40,7 @@ static void die(const char *what)
 	exit(3);
 }
 
-/* What of the device is mapped. */
+/* A mapped area of the device. */
 struct area {
 	volatile uint32_t *words;
 	size_t len;
@@ -122,7 +122,7 @@ static void make(struct device *d)
 	d->ctx = list && list[0] ? ibv_open_device(list[0]) : NULL;
 	if (!d->ctx || ibv_query_gid(d->ctx, 1, gid_index, &d->gid))
 		die("the device");
-	/* The doorbell page comes with the context. */
+	/* The doorbell page is mapped with the context. */
 	if (areas(&d->bell, 1) != 1)
 		die("a doorbell page");
 	d->pd = ibv_alloc_pd(d->ctx);
@@ -146,7 +146,7 @@ static void make(struct device *d)
 		die("ibv_create_ah");
 }
 
-/* Rings all doorbells of this process. A command notifies the device. */
+/* Rings all doorbells of this process. A command makes the device look at them. */
 static void ring(struct device *d)
 {
 	int i;
@@ -168,7 +168,7 @@ static int write_to(struct device *d, struct ibv_qp *qp, uint64_t addr, uint32_t
 	return ibv_post_send(qp, &wr, &bad);
 }
 
-/* The status of the next completion; -1 if none comes. */
+/* Status of the next completion; -1 if none arrives. */
 static int status(struct device *d)
 {
 	struct ibv_wc wc;
@@ -180,7 +180,7 @@ static int status(struct device *d)
 	return -1;
 }
 
-/* Where the WQE with this number lies. */
+/* Address of the WQE with this number. */
 static volatile uint32_t *find(struct area *all, int n, uint64_t id, struct area *in)
 {
 	size_t i, k;
@@ -228,7 +228,7 @@ static void by_bus_address(struct device *d)
 		printf("broken: a WQE with a bus address has status %d\n", got);
 }
 
-/* With another process's key, and its QPN. */
+/* Uses another process's key, and its QPN. */
 static void as_another(struct device *d)
 {
 	struct ibv_sge sge = { (uintptr_t)d->data, 64, d->mr->lkey };
@@ -247,7 +247,7 @@ static void as_another(struct device *d)
 		printf("broken: a datagram does not leave\n");
 }
 
-/* Offsets of other processes' rings and pages, by all files that it has of the device. */
+/* Tries to map other processes' rings and pages by offset, through all files that it has of the device. */
 static void map_others(struct device *d)
 {
 	struct area all[64];
@@ -286,7 +286,7 @@ static uint32_t word(void)
 	}
 }
 
-/* Something like a WQE, where one may be looked for. */
+/* Writes something like a WQE at a random place where the device may read one. */
 static void wqe(struct area *a)
 {
 	volatile uint32_t *w = a->words + (128 + rnd() % (a->len - 256)) / 64 * 16;
@@ -305,7 +305,7 @@ static void wqe(struct area *a)
 	w[19] = rnd() % 2 ? victim_rkey : word();
 }
 
-/* Junk in all that is mapped, and more of what makes the device look at it. */
+/* Writes junk to all mapped areas, and makes the device read it. */
 static void junk(struct device *d)
 {
 	struct area all[64];
@@ -351,7 +351,7 @@ int main(int argc, char **argv)
 	victim_addr = strtoull(argv[4], NULL, 16);
 	victim_qpn = strtoul(argv[5], NULL, 16);
 	gid_index = atoi(argv[6]);
-	/* Who writes junk to its own rings may hang or crash. */
+	/* A process that writes junk to its own rings may hang or crash. */
 	do {
 		pid_t child = fork();
 
@@ -376,7 +376,7 @@ int main(int argc, char **argv)
 			junk(&d);
 			if (children % 2)
 				_exit(0);
-			/* Destroys in order what it has broken. */
+			/* Destroys its broken objects in order. */
 			for (how = 0; how < 2; how++)
 				ibv_destroy_qp(d.rc[how]);
 			ibv_destroy_qp(d.ud);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * A library to preload: the program has IDLE_THREADS more threads than its own, from before it opens a device. Each does a little
- * work every millisecond, as those of runtimes and communication libraries do.
+ * A library to preload. It adds IDLE_THREADS threads to the program before the program opens a device. Each
+ * does a little work every millisecond, like threads of runtimes and communication libraries.
  */
 #include <pthread.h>
 #include <stdlib.h>

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Makes as many connections as the first argument says, each with three MRs in malloc's heap that share pages with their neighbours, and
- * then as many objects of each kind as ibv_query_device promises. One more must fail with ENOMEM.
+ * Makes the number of connections in the first argument, each with three MRs in malloc's heap that share pages
+ * with their neighbours, and then the number of objects of each kind that ibv_query_device promises. One more
+ * must fail with ENOMEM.
  */
 #include <malloc.h>
 #include <sys/resource.h>
@@ -39,7 +40,7 @@ static void *make_ah(void)
 	return ibv_create_ah(pd, &a);
 }
 
-/* Makes objects until there are `most` with the `there` that were made before. */
+/* Makes objects until there are `most`, including the `there` that exist. */
 static void fill(const char *what, void *(*make)(void), int there, int most)
 {
 	void *made;

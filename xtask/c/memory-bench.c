@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * What registering memory costs: `memory-bench WHAT [quick]`. Prints names and numbers, times in microseconds. `quick` measures
- * nothing of use, and is for looking at the way that memory goes.
+ * Cost of registering memory: `memory-bench WHAT [quick]`. Prints names and numbers, times in microseconds.
+ * `quick` measures nothing useful, and only shows the way of the memory.
  */
 #include "memory.h"
 
@@ -13,7 +13,7 @@ static double median(double *x, int n)
 	return x[n / 2];
 }
 
-/* Registers and deregisters, the same buffer again and again, or a fresh one each time. */
+/* Registers and deregisters the same buffer again and again, or a new one each time. */
 static void registrations(size_t n, int fresh)
 {
 	enum { MOST = 2000 };
@@ -42,7 +42,7 @@ static void registrations(size_t n, int fresh)
 	say("%s-%zu-dereg %.2f\n", fresh ? "fresh" : "same", n, median(deregs, count));
 }
 
-/* A large buffer: what pinning and copying it costs, registering it, and registering it again. */
+/* A large buffer: the cost of pinning and copying it, of registering it, and of registering it again. */
 static void large(void)
 {
 	enum { ROUNDS = 3 };
@@ -59,7 +59,7 @@ static void large(void)
 		start = seconds();
 		to = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
 		CHECK(to != MAP_FAILED);
-		/* An ordinary user may lock little. */
+		/* An ordinary user may lock only little memory. */
 		locked = !mlock(to, n);
 		memcpy(to, from, n);
 		pin[i] = (seconds() - start) * 1e6;
@@ -79,7 +79,7 @@ static void large(void)
 	    median(first, ROUNDS), median(gone, ROUNDS), median(again, ROUNDS));
 }
 
-/* A fork while a large sparse buffer is registered. */
+/* The cost of a fork while a large sparse buffer is registered. */
 static void forks(void)
 {
 	enum { ROUNDS = 7 };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * A child has its own copy of registered memory, in whatever way and circumstances it is made.
+ * A child has its own copy of registered memory, however it is created.
  */
 #include "memory.h"
 
@@ -27,7 +27,7 @@ static void begin(void)
 	buffer_mr = reg(buffer, SIZE);
 }
 
-/* What a child does: it looks at the buffer and changes all of it. */
+/* A child checks the buffer and changes all of it. */
 static void in_child(void)
 {
 	long bad = spoiled(buffer, SIZE, 1);
@@ -36,7 +36,7 @@ static void in_child(void)
 	_exit(bad || spoiled(buffer, SIZE, 100) ? 4 : 3);
 }
 
-/* What its parent sees afterwards; the peer still reaches the parent's memory. */
+/* Checks the parent's memory afterwards. The peer still reaches it. */
 static void after(const char *name, pid_t pid)
 {
 	char *text;
@@ -68,7 +68,7 @@ static void plain(void)
 	begin();
 	for (int i = 0; i < 5; i++)
 		simple_fork("fork");
-	/* A child's child, and the memory of the first after that. */
+	/* A grandchild, and the memory of the child after that. */
 	{
 		pid_t pid = fork();
 
@@ -128,7 +128,7 @@ static void no_handlers(void)
 	after("raw clone", pid);
 }
 
-/* Children that share the address space until they run something else. */
+/* Children that share the address space until they call exec. */
 static void exec(void)
 {
 	char *args[] = { "true", NULL }, line[16] = "";
@@ -273,7 +273,7 @@ static void forbidden(void)
 	for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++) {
 		pid_t pid = fork();
 
-		/* In a child with a device of its own, since it does not get rid of the filter. */
+		/* In a child with a device of its own, because the filter cannot be removed. */
 		if (!pid) {
 			ctx = NULL;
 			begin();
@@ -354,7 +354,7 @@ static void *locking_writer(void *arg)
 	return NULL;
 }
 
-/* A child sees the memory of one moment. */
+/* The child's memory is a snapshot of one moment. */
 static void snapshot_of(const char *name, void *(*run)(void *))
 {
 	volatile long *first = (long *)buffer, *last = (long *)(buffer + SIZE - 8);
@@ -388,7 +388,7 @@ static void snapshot_of(const char *name, void *(*run)(void *))
 
 static void snapshot(void)
 {
-	/* So that the thread is in no half of a round when its parent forks. */
+	/* Keeps the thread out of the middle of a round when its parent forks. */
 	pthread_atfork(take, leave, leave);
 	begin();
 	snapshot_of("stores", writer);
@@ -490,7 +490,7 @@ static void many_threads(void)
 	simple_fork("afterwards");
 }
 
-/* Parts that a child does not get, cannot touch, or gets as zeros. */
+/* Parts that a child does not have, cannot access, or gets as zeros. */
 static void parts(void)
 {
 	pid_t pid;
@@ -525,7 +525,7 @@ static void parts(void)
 	say("MADV_DONTFORK, not registered any more: %d\n", ended(pid));
 }
 
-/* MADV_DONTFORK is given before the memory is registered, and ended for half of it while it is. */
+/* MADV_DONTFORK is set before the memory is registered, and cleared for half of it during the registration. */
 static void ends_dontfork(void)
 {
 	connect_to_self();
@@ -555,7 +555,7 @@ static void ends_dontfork(void)
 	say("pages that changed: %ld\n", spoiled(buffer, SIZE, 1));
 }
 
-/* As a plug-in does: the library is loaded, used and unloaded. */
+/* The library is loaded, used and unloaded, as by a plug-in. */
 static void plug_in(void)
 {
 	char *p = map_apart(SIZE);
@@ -576,7 +576,7 @@ static void plug_in(void)
 		d = ((struct ibv_pd *(*)(struct ibv_context *))dlsym(lib, "ibv_alloc_pd"))(c);
 		mr = ((struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, int))dlsym(lib, "ibv_reg_mr"))(d, p, SIZE, 7);
 		CHECK(c && d && mr);
-		/* The second time it forgets its region. */
+		/* The second time it does not deregister its region. */
 		if (i == 0) {
 			CHECK(!((int (*)(struct ibv_mr *))dlsym(lib, "ibv_dereg_mr"))(mr));
 			CHECK(!((int (*)(struct ibv_pd *))dlsym(lib, "ibv_dealloc_pd"))(d));
@@ -600,7 +600,7 @@ static void plug_in(void)
 	say("; pages that it changed: %ld\n", spoiled(p, SIZE, 1));
 }
 
-/* What a child does to regions, and to the device, does not reach its parent's. */
+/* Operations of a child on regions and on the device do not affect the parent's. */
 static void child_lets_go(void)
 {
 	pid_t pid;
@@ -630,7 +630,7 @@ static void child_lets_go(void)
 	after("registered once more", fork() ?: (in_child(), 0));
 }
 
-/* A child opens the device itself, and registers the memory that it got. */
+/* A child opens the device itself, and registers its inherited memory. */
 static void child_registers(void)
 {
 	pid_t pid;

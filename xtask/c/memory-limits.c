@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Descriptors, limits and waits: what a program can notice of the library beside its memory.
+ * Descriptors, limits and waits: effects of the library on a program, apart from its memory.
  */
 #include "memory.h"
 
@@ -21,7 +21,7 @@ static int descriptors(void)
 	return n;
 }
 
-/* A buffer can be registered, and the peer writes into it. */
+/* Checks that a buffer can be registered and that the peer can write into it. */
 static void use(const char *name, size_t n)
 {
 	char *p = map(n), *from = map(PAGE);
@@ -39,7 +39,7 @@ static void use(const char *name, size_t n)
 	say("%s: pages that are not zero after MADV_DONTNEED: %ld\n", name, not_zero(p, n));
 }
 
-/* Descriptors 0 to 2 are closed: the library must not take them, since the program writes there. */
+/* Descriptors 0 to 2 are closed. The library must not use them, because the program writes there. */
 static void std_closed(void)
 {
 	out = fcntl(1, F_DUPFD, 100);
@@ -60,7 +60,7 @@ static void std_closed(void)
 		say("descriptor %d is open: %d\n", i, fcntl(i, F_GETFD) >= 0);
 }
 
-/* What a daemon does: all descriptors but three are closed, and its own files take their numbers. */
+/* The program closes all descriptors above 2, as daemons do, and its own files get their numbers. */
 static void close_all(void)
 {
 	char name[] = "/tmp/unirdma-memory-XXXXXX";
@@ -75,7 +75,7 @@ static void close_all(void)
 		fds[i] = mkstemp(name);
 		CHECK(fds[i] >= 0 && !unlink(name));
 	}
-	/* Whatever these do now: nothing may get into the program's files. */
+	/* These operations may fail, but no data may get into the program's files. */
 	if (!alone) {
 		char *p = map(PAGE);
 		struct ibv_mr *mr = ibv_reg_mr(pd, p, PAGE, 7);
@@ -107,7 +107,7 @@ static void close_all(void)
 	say("bytes in the program's files: %ld\n", written);
 }
 
-/* How many descriptors there are for a program with a device, a QP, and 100 regions; all are above 2. */
+/* Number of descriptors of a program with a device, a QP, and 100 regions. All are above 2. */
 static void count(void)
 {
 	int before = descriptors(), lowest;
@@ -134,11 +134,11 @@ static void count(void)
 			CHECK(!ibv_destroy_comp_channel(channel[i]));
 	say("descriptors that are left: %d\n", descriptors() - before);
 	lowest = open("/dev/null", O_RDONLY);
-	/* Programs of select(2) need low numbers. */
+	/* Programs that use select(2) need low numbers. */
 	say("the next file of the program is below 20: %d\n", lowest < 20);
 }
 
-/* As many channels as the program may have descriptors. */
+/* The program opens channels up to its limit of descriptors. */
 static void channels(void)
 {
 	struct rlimit r = { 1024, 1024 };
@@ -203,7 +203,7 @@ static void file_size_later(void)
 	use("RLIMIT_FSIZE, later", SIZE);
 }
 
-/* Little address space: errors, no signal. */
+/* With little address space there are errors, but no signals. */
 static void little_space(void)
 {
 	long pages = 0;
@@ -230,7 +230,7 @@ static void little_space(void)
 	say("the program lives; bytes are as they were: %d\n", p[0] == 1 && p[SIZE - 1] == 1);
 }
 
-/* The program gives up its rights, or its view of the files, after it has opened the device. */
+/* The program gives up its privileges, or its view of the files, after it has opened the device. */
 static void other_user(void)
 {
 	connect_to_self();
@@ -240,7 +240,7 @@ static void other_user(void)
 		r |= setgroups(0, NULL);
 		r |= setresgid(65534, 65534, 65534);
 		r |= setresuid(65534, 65534, 65534);
-		/* Containers of ordinary users have no other user. */
+		/* Containers of ordinary users have only one user. */
 		(void)r;
 	}
 	use("another user", 1 << 20);
@@ -267,14 +267,14 @@ static void chrooted(void)
 static void locked_all(void)
 {
 	connect_to_self();
-	/* Not what is there already: the library's own memory may be more than an ordinary user may lock. */
+	/* Only future mappings: the library's own memory may exceed the limit of an ordinary user. */
 	say("mlockall: %d\n", mlockall(MCL_FUTURE));
 	use("all locked", 1 << 20);
 	munlockall();
 	use("not locked", 1 << 20);
 }
 
-/* Waits. Without a vRNIC each is a read of a pipe that nobody writes to. */
+/* Waits. Without a vRNIC each is a read of an empty pipe. */
 static struct ibv_comp_channel *channel;
 static struct rdma_event_channel *cm;
 static int pipes[2];
@@ -343,7 +343,7 @@ static void too_long(int sig)
 	_exit(7);
 }
 
-/* Starts a thread that waits, lets `f` do something to it, and says whether it still waits. Then cancels it. */
+/* Starts a thread that waits, calls `f` with it, prints whether it still waits, and cancels it. */
 static void while_waiting(const char *what, void (*f)(pthread_t))
 {
 	prepare();
@@ -434,7 +434,7 @@ static void attach(pthread_t t)
 	(void)t;
 	snprintf(line, sizeof line, "timeout -s INT 0.5 strace -f -o /dev/null -p %d 2> /dev/null", getpid());
 	prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
-	/* Ends with 124 after it was attached for a while; otherwise it could not be. */
+	/* strace was attached for a while if it ends with 124. Otherwise it could not attach. */
 	say("strace: %d\n", WEXITSTATUS(system(line)));
 }
 

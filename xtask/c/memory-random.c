@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * `memory-random SEED STEPS [private]`: registers, deregisters, reallocates, forks, remaps and protects memory at random, while
- * threads, a signal handler and a peer store into it. A model knows what every byte must be; the first difference ends the program
- * with the seed and the step. The steps follow from the seed alone; only the other threads' times do not. Every fourth seed has no
- * threads; with every other seed the signals come to a thread that registers nothing.
+ * `memory-random SEED STEPS [private]`: registers, deregisters, reallocates, forks, remaps and protects memory
+ * at random, while threads, a signal handler and a peer store into it. A model has the expected value of every
+ * byte. The first difference ends the program with the seed and the step. The steps depend only on the seed;
+ * the timing of the other threads does not. Every fourth seed has no threads. With every other seed the signals
+ * go to a thread that registers nothing.
  */
 #include "memory.h"
 
@@ -22,13 +23,13 @@ static uint32_t any(uint32_t below)
 	return (uint32_t)(state >> 32) % below;
 }
 
-/* A piece of memory: what it must contain is `model`, byte for byte. */
+/* A piece of memory. `model` has its expected bytes. */
 struct block {
 	unsigned char *at, *model;
 	size_t size;
-	int mapped;    /* By mmap, not by malloc. */
+	int mapped;    /* From mmap, not from malloc. */
 	int protected; /* Read-only for now. */
-	int wiped;     /* MADV_WIPEONFORK or MADV_DONTFORK: a child does not look at it. */
+	int wiped;     /* MADV_WIPEONFORK or MADV_DONTFORK is set: a child does not check it. */
 	struct ibv_mr *mr[REGIONS];
 	size_t mr_from[REGIONS], mr_size[REGIONS];
 };
@@ -47,7 +48,7 @@ __attribute__((format(printf, 1, 2))) static void wrong(const char *format, ...)
 	_exit(1);
 }
 
-/* What the kernel says of the mappings in a range, for whoever looks for the reason. */
+/* Prints the kernel's information about the mappings in a range, for debugging. */
 static void show(const unsigned char *p, size_t n)
 {
 	FILE *f = fopen("/proc/self/smaps", "r");
@@ -195,17 +196,16 @@ static void resize(struct block *b)
 		n = (n + PAGE - 1) / PAGE * PAGE;
 		deregister_all(b);
 		check(b, "the end of all regions");
-		/* Half of the times while it is registered: as a whole, since mremap may refuse a mapping that is so in parts. */
+		/* Half of the times the block is registered: as a whole, because mremap may refuse a mapping
+		 * that is registered in parts. */
 		if (any(2)) {
 			b->mr[0] = reg(b->at, b->size);
 			b->mr_from[0] = 0;
 			b->mr_size[0] = b->size;
 		}
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
-		/*
-		 * Parts that are registered may be mappings of their own, and so are those that were while the rest got
-		 * MADV_DONTFORK.
-		 */
+		/* Registered parts may be mappings of their own, and so may parts that were registered while
+		 * the rest got MADV_DONTFORK. */
 		if (at == MAP_FAILED && errno == EFAULT && (registered(b) || b->wiped))
 			return;
 		if (at == MAP_FAILED) {
@@ -237,7 +237,7 @@ static void resize(struct block *b)
 	b->model = model;
 	b->size = n;
 	check(b, "realloc or mremap");
-	/* The regions are of what was there before: no peer may use them any more. */
+	/* The regions still have the former memory, so no peer may use them any more. */
 	deregister_all(b);
 	check(b, "the end of regions of memory that has moved");
 }
@@ -263,7 +263,7 @@ static void throw_away(struct block *b)
 
 	if (!b->mapped && b->size < 4 * page)
 		return;
-	/* While it is registered its pages are pinned, and their content is nobody's promise. */
+	/* While it is registered its pages are pinned, and their content is undefined. */
 	deregister_all(b);
 	check(b, "the end of all regions");
 	unprotect(b);
@@ -376,7 +376,7 @@ static void transfer(struct block *a, struct block *b)
 	check(b, "RDMA to it");
 }
 
-/* Counters of threads and of the signal handler, each the only one that stores to its words. */
+/* Counters of threads and of the signal handler. Each thread, and the handler, stores only to its own words. */
 static char *counters;
 static volatile int stop;
 static volatile long rounds[THREADS + 1];
@@ -398,12 +398,12 @@ static sigset_t alarms;
 
 static void *counting(void *arg)
 {
-	/* One thread has the signals: the handler's counters are of one thread, too. */
+	/* Only one thread receives the signals, so the handler's counters have one writer, too. */
 	if ((long)arg == 0 && seed_given % 2)
 		pthread_sigmask(SIG_UNBLOCK, &alarms, NULL);
 	while (!stop) {
 		count((int)(long)arg);
-		/* Two processors for all. */
+		/* All threads share two processors. */
 		if (rounds[(long)arg] % 64 == 0)
 			usleep(50);
 	}
@@ -433,7 +433,7 @@ static void churn_counters(void)
 	}
 }
 
-/* A child sees what its parent has, and neither sees what the other stores. */
+/* A child sees its parent's memory, and neither sees later stores of the other. */
 static void fork_once(void)
 {
 	int go[2], code;
@@ -457,7 +457,7 @@ static void fork_once(void)
 			if (!b->protected)
 				memset(b->at, 0xcc, b->size);
 		}
-		/* Its counters belong to the one moment when it was made. */
+		/* The child's counters are from the one moment of the fork. */
 		for (int who = 0; who <= THREADS; who++)
 			for (int i = 1; i < COUNTERS; i++)
 				if (*counter(who, i) > *counter(who, 0) || *counter(who, i) < *counter(who, 0) - 1)
@@ -469,7 +469,7 @@ static void fork_once(void)
 	for (int i = 0; i < 3; i++) {
 		struct block *b = &blocks[any(BLOCKS)];
 
-		/* The model is private to each: the child compares with that of the time of the fork. */
+		/* Each process has its own model: the child compares with the model at the time of the fork. */
 		if (b->at)
 			scribble(b);
 	}
@@ -567,7 +567,7 @@ int main(int argc, char **argv)
 	stop = 1;
 	for (int i = 0; i < threads; i++)
 		pthread_join(t[i], NULL);
-	/* A signal that was on its way. */
+	/* Lets a pending signal arrive. */
 	pause_ms(5);
 	for (int i = 0; i < 4; i++)
 		if (counters_mr[i])

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * What a program may do to memory while it is registered: what holds for private memory whose pages an RNIC has pinned.
+ * Operations on memory while it is registered. The results must be those for private memory whose pages an RNIC
+ * has pinned.
  */
 #include "memory.h"
 
@@ -13,7 +14,7 @@ enum { SIZE = 1 << 20, PAGES = SIZE / PAGE };
 static char *from;
 static struct ibv_mr *from_mr;
 
-/* A buffer that is registered, and one page with text for the peer to write. */
+/* Registers a buffer, and one page with text for the peer to write. */
 static struct ibv_mr *begin(char **p)
 {
 	struct ibv_mr *mr;
@@ -27,7 +28,7 @@ static struct ibv_mr *begin(char **p)
 	return mr;
 }
 
-/* The peer writes a text to an address; the status. */
+/* The peer writes a text to an address. Returns the status. */
 static int put(char *to, struct ibv_mr *mr, const char *text)
 {
 	strcpy(from, text);
@@ -60,7 +61,7 @@ static void grow(void)
 	say(" '%s'\n", q + SIZE - 2);
 }
 
-/* Only a part in the middle is registered; the mapping is still one to the program. */
+/* Only a part in the middle is registered. The program still sees one mapping. */
 static void grow_part(void)
 {
 	struct ibv_mr *mr, *part;
@@ -127,7 +128,7 @@ static void move(void)
 	say("after MADV_DONTNEED: %ld pages are not zero\n", not_zero(q, SIZE));
 }
 
-/* A part in the middle goes elsewhere, and something else comes in its place. */
+/* A part in the middle is moved, and other memory takes its place. */
 static void move_part(void)
 {
 	struct ibv_mr *mr;
@@ -176,7 +177,7 @@ static void unmap_part(void)
 	say("registered once more: %ld pages lost\n", spoiled(p, SIZE, 3));
 }
 
-/* All of it is unmapped before the region is gone, as programs do that free first. */
+/* The buffer is unmapped before it is deregistered, as by programs that free first. */
 static void unmap_all(void)
 {
 	struct ibv_mr *mr;
@@ -248,7 +249,7 @@ static void advice(void)
 	say("not registered any more: %ld pages lost\n", spoiled(p, SIZE, 1));
 }
 
-/* Pages that are thrown away while the RNIC has them. */
+/* Pages are discarded while the RNIC has them pinned. */
 static void dontneed(void)
 {
 	struct ibv_mr *mr;
@@ -267,7 +268,7 @@ static void dontneed(void)
 	say("after MADV_DONTNEED: %ld pages are not zero\n", not_zero(p, SIZE));
 }
 
-/* Flags that a program sets while memory is registered hold then, and after. */
+/* Flags that a program sets during the registration are in force then, and afterwards. */
 static void flags(void)
 {
 	struct ibv_mr *mr;
@@ -304,7 +305,7 @@ static void flags(void)
 	say("pages lost: %ld\n", spoiled(p, SIZE, 1));
 }
 
-/* What others see of it: /proc/self/mem, process_vm_readv, ptrace. */
+/* Access by other processes: /proc/self/mem, process_vm_readv, ptrace. */
 static void seen_by_others(void)
 {
 	struct iovec local, remote;
@@ -328,7 +329,7 @@ static void seen_by_others(void)
 	if (!pid) {
 		long word;
 
-		/* Memory is moved at a fork. Where the kernel cannot wait for that, a peer must. */
+		/* Memory is moved at a fork. If the kernel cannot wait for the move, the peer must. */
 		CHECK(read(forked[0], buffer, 1) == 1);
 		local = (struct iovec){ buffer, 11 };
 		remote = (struct iovec){ p + 5000, 11 };
@@ -356,7 +357,7 @@ static void seen_by_others(void)
 	say(" '%s'\n", p + 60000);
 }
 
-/* System calls with buffers in it: pipes, files, sockets. */
+/* System calls with buffers in registered memory: pipes, files, sockets. */
 static void system_calls(void)
 {
 	char name[] = "/tmp/unirdma-memory-XXXXXX", *p;
@@ -374,7 +375,7 @@ static void system_calls(void)
 	say(", read of it: %zd", read(pipes[0], p, PAGE));
 	say(", same %d\n", !memcmp(p, p + 3 * PAGE, PAGE));
 	fill(p, SIZE, 1);
-	/* Pages that a pipe keeps: what the region's end does to them must not be seen in the pipe. */
+	/* Pages that a pipe keeps. Deregistration must not change the data in the pipe. */
 	v = (struct iovec){ p, 4 * PAGE };
 	say("vmsplice: %zd\n", vmsplice(pipes[1], &v, 1, 0));
 	dereg(mr);
@@ -383,7 +384,8 @@ static void system_calls(void)
 	say("pages lost: %ld\n", spoiled(p, 8 * PAGE, 1));
 }
 
-/* A core dump has registered memory, unless the program has said MADV_DONTDUMP. The case `core-dump` dies for it. */
+/* A core dump contains registered memory, unless the program has set MADV_DONTDUMP. The case `core-dump` dies
+ * to make one. */
 static void core_dump(void)
 {
 	char *p = map_apart(SIZE);
@@ -468,7 +470,7 @@ static void wake_while(const char *what, void (*change)(void))
 	*word = 1;
 	syscall(SYS_futex, word, FUTEX_WAKE | futex_flag, 1, NULL, NULL, 0);
 	pthread_join(t, &result);
-	/* Who has slept through the change may be told to look again, but not be forgotten. */
+	/* A thread that slept during the change may be woken to check again, but must not be forgotten. */
 	say("%s: %s\n", what, (long)result == ETIMEDOUT ? "forgotten" : "woken");
 }
 
@@ -509,7 +511,7 @@ int main(int argc, char **argv)
 {
 	static const struct a_case dump[] = { { "core-dump", core_dump }, { NULL, NULL } };
 
-	/* Not a case to be run by itself. */
+	/* Not a case of its own. */
 	if (argc > 1 && !strcmp(argv[1], "core-dump"))
 		return run_case(argc, argv, dump);
 	return run_case(argc, argv, cases);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Memory whose last region is gone is what it was before: private memory with its content and its flags.
+ * Memory whose last region is deregistered is as before: private memory with its content and its flags.
  */
 #include "memory.h"
 
@@ -26,7 +26,7 @@ static long huge_kb(const char *p, size_t n)
 	return kb;
 }
 
-/* Memory that was registered and is not any more. */
+/* Returns memory that was registered and deregistered. */
 static char *returned(size_t n, int seed)
 {
 	char *p = map_apart(n);
@@ -133,7 +133,7 @@ static void child(void)
 	say("; pages that it changed: %ld\n", spoiled(p, SIZE, 1));
 }
 
-/* What smaps says of memory with one more flag, before, while it is registered, and after. */
+/* The flags of memory in smaps with one more flag: before, during and after registration. */
 static void one_flag(const char *name, int advice, const char *flag)
 {
 	struct ibv_mr *mr;
@@ -146,7 +146,7 @@ static void one_flag(const char *name, int advice, const char *flag)
 	say_flags(line, p, advice < 0 ? SIZE : 4 << 20, flag);
 	mr = reg(p, 4 << 20);
 	snprintf(line, sizeof line, "%s, registered", name);
-	/* Pages that are wiped in a child or left out of it: the case of fork tells whether that still works. */
+	/* For pages that are wiped in a child or left out of it, the case of fork checks the effect. */
 	if (advice != MADV_WIPEONFORK)
 		say_flags(line, p, advice < 0 ? SIZE : 4 << 20, flag);
 	dereg(mr);
@@ -167,7 +167,7 @@ static void flags(void)
 	one_flag("MADV_WIPEONFORK", MADV_WIPEONFORK, "wf ");
 	one_flag("MADV_HUGEPAGE", MADV_HUGEPAGE, "hg ");
 	one_flag("MADV_NOHUGEPAGE", MADV_NOHUGEPAGE, "nh ");
-	/* Flags that nobody asked for. */
+	/* Flags that the program has not set. */
 	p = map_apart(SIZE);
 	fill(p, SIZE, 1);
 	mr = reg(p, SIZE);
@@ -175,7 +175,7 @@ static void flags(void)
 	say_flags("no flags", p, SIZE, "sh lo dd dc wf hg nh io pf ");
 }
 
-/* Huge pages are huge again. */
+/* Huge pages become huge pages again. */
 static void huge(void)
 {
 	size_t n = 8 << 20, large = 2 << 20;
@@ -238,7 +238,7 @@ static void neighbours(void)
 	    can_store(p), can_store(p + SIZE - 1));
 }
 
-/* A mapping that has come from another address (realloc does that) is in one piece afterwards, too. */
+/* A mapping that was moved from another address (as by realloc) is one mapping afterwards, too. */
 static void moved_before(void)
 {
 	char *p, *q;
@@ -255,7 +255,7 @@ static void moved_before(void)
 	say("mremap: %s\n", p == MAP_FAILED ? strerror(errno) : "done");
 }
 
-/* A part of a mapping that no page has been touched of. */
+/* A part of a mapping without any touched page. */
 static void untouched(void)
 {
 	char *p, *q;
@@ -308,7 +308,7 @@ static void overlap(void)
 			mr[i] = reg(at[i], SIZE / 2);
 		for (int i = 0; i < 3; i++) {
 			for (int j = i; j < 3; j++) {
-				/* A byte that the peer writes into each region that is left. */
+				/* A byte that the peer writes into each remaining region. */
 				size_t off = 3000 * (o + 1) + j;
 				char old = at[orders[o][j]][off], now;
 
@@ -371,7 +371,7 @@ static void allocator(void)
 	say("bytes of calloc that are not zero: %ld; bytes that realloc has lost: %ld\n", old, lost);
 }
 
-/* Memory that is a private view of a file: what is given back by MADV_DONTNEED is the file's content. */
+/* Memory that is a private mapping of a file: after MADV_DONTNEED it has the file's content. */
 static void of_a_file(void)
 {
 	char name[] = "/tmp/unirdma-memory-XXXXXX", *p;
@@ -407,7 +407,7 @@ static int deep(int left)
 	return left ? deep(left - 1) + (frame[0] == frame[PAGE - 1]) : 0;
 }
 
-/* Memory that is not from mmap: the program's own, its stack, that of a thread. */
+/* Memory that is not from mmap: the program's data, its stack, the stack of a thread. */
 static void own(void)
 {
 	char stack[4 * PAGE], *places[4] = { data, bss, tls, stack }, *heap = sbrk(8 * PAGE);
@@ -465,7 +465,7 @@ static void read_only(void)
 	say("store: %d, content '%c'\n", can_store(p), p[0]);
 }
 
-/* A large sparse buffer with one page that is used takes no more memory after its region is gone. */
+/* A large sparse buffer with one used page takes no more memory after deregistration. */
 static void sparse(void)
 {
 	size_t n = (size_t)1 << 30;

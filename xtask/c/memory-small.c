@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * A small RDMA program with threads and a child, to be built with AddressSanitizer and ThreadSanitizer, and run under valgrind.
- * It has no error that they could find.
+ * A small RDMA program with threads and a child, for AddressSanitizer, ThreadSanitizer and valgrind. It has no
+ * error that they could find.
  */
 #include "memory.h"
 
@@ -13,7 +13,7 @@ static long registered;
 static void *work(void *arg)
 {
 	for (long i = 0; i < 20; i++) {
-		/* An odd address and length: nothing beside it may be touched. */
+		/* An odd address and length: adjacent bytes must not be touched. */
 		char *p = malloc(SIZE + i * 1000 + (long)arg);
 		struct ibv_mr *mr;
 

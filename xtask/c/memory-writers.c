@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Others store into memory while it is registered and deregistered again and again: no store may be lost, no system call into it
- * may fail.
+ * Other threads and processes store into memory while it is registered and deregistered again and again: no
+ * store may be lost, no system call into it may fail.
  */
 #include "memory.h"
 
@@ -12,7 +12,7 @@
 
 enum { SIZE = 1 << 20, WORDS = 64, STRIDE = SIZE / WORDS };
 
-/* How long each case registers and deregisters. */
+/* Duration of each case, s. */
 static const double ENOUGH = 0.4;
 
 static char *buffer;
@@ -44,7 +44,7 @@ static void churn(void)
 		if (half)
 			dereg(half);
 		dereg(all);
-		/* The processor may be the one that the others need. */
+		/* Yields, because the other threads may need this processor. */
 		if (i % 8 == 0)
 			usleep(100);
 	}
@@ -68,7 +68,7 @@ static void *add(void *arg)
 	return NULL;
 }
 
-/* Two threads, each with words of its own; no word is atomic. */
+/* Two threads, each with words of its own. No word is atomic. */
 static void threads(void)
 {
 	struct adder a[2];
@@ -205,7 +205,8 @@ static void system_calls(void)
 	say("system calls of another thread that failed: %ld; stores lost: %ld\n", call_failures, call_losses);
 }
 
-/* RDMA WRITEs of the peer into one region while another one of the same pages is made and goes. */
+/* RDMA WRITEs of the peer into one region, while another region of the same pages is registered and
+ * deregistered. */
 static void other_region(const char *name, int access)
 {
 	char *from = map(PAGE);
@@ -270,7 +271,7 @@ static void *idle(void *arg)
 	return NULL;
 }
 
-/* One region is made while there is another thread, the next when there is none. */
+/* One region is registered while there is another thread, the next one after that thread has ended. */
 static void thread_ends(void)
 {
 	char *from = map(PAGE);
@@ -311,7 +312,7 @@ struct uring {
 	struct io_uring_params params;
 };
 
-/* Reads or writes a file by the registered buffer 0; the result. */
+/* Reads or writes a file by the registered buffer 0. Returns the result. */
 static int uring_do(struct uring *u, int opcode, int file, void *at, unsigned n)
 {
 	struct io_uring_params *p = &u->params;
@@ -328,7 +329,7 @@ static int uring_do(struct uring *u, int opcode, int file, void *at, unsigned n)
 	return result;
 }
 
-/* A buffer whose pages the kernel has for io_uring. */
+/* A buffer whose pages the kernel has pinned for io_uring. */
 static void uring(void)
 {
 	char name[] = "/tmp/unirdma-memory-XXXXXX", *page = map(PAGE);
@@ -477,7 +478,7 @@ static void *register_all(void *arg)
 
 		fill(own, 64 * PAGE, i);
 		a = reg(own + i % 7 * PAGE, 50 * PAGE);
-		/* A part of what all threads have. */
+		/* A part of the memory that all threads use. */
 		b = reg(buffer + (i * 13 + number) % 200 * PAGE, 20 * PAGE);
 		word(number)[number]++;
 		lost += spoiled(own, 64 * PAGE, i);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * What the programs of `cargo xtask test memory` have in common. Each is started as `PROGRAM CASE [private]` and prints, line by
- * line, what it observes of its own memory. With `private` there is no RNIC: registering does nothing, RDMA is memcpy, and a wait
- * for an event is a read of an empty pipe. The lines of that run are what the lines of a run with a vRNIC must be.
+ * Common code of the programs of `cargo xtask test memory`. Each is started as `PROGRAM CASE [private]` and
+ * prints, line by line, its observations of its own memory. With `private` there is no RNIC: registration does
+ * nothing, RDMA is memcpy, and a wait for an event is a read of an empty pipe. A run with a vRNIC must print
+ * the same lines.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -32,7 +33,7 @@ enum { PAGE = 4096 };
 /* Not every program uses all of this. */
 #define COMMON static __attribute__((unused))
 
-COMMON int alone; /* Private memory, no vRNIC. */
+COMMON int alone; /* True if there is no vRNIC. */
 COMMON struct ibv_context *ctx;
 COMMON struct ibv_pd *pd;
 COMMON struct ibv_cq *cq;
@@ -88,7 +89,7 @@ COMMON void connect_to_self(void)
 				     IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
-/* A region. In a run with private memory there is nothing to it but that it is not NULL. */
+/* Registers a region. With private memory the result is only not NULL. */
 COMMON struct ibv_mr *reg_with(void *at, size_t n, int access)
 {
 	static struct ibv_mr none;
@@ -111,7 +112,7 @@ COMMON void dereg(struct ibv_mr *mr)
 	CHECK(alone || !ibv_dereg_mr(mr));
 }
 
-/* Takes one completion; its status. */
+/* Takes one completion. Returns its status. */
 COMMON int completion(void)
 {
 	struct ibv_wc wc;
@@ -139,7 +140,7 @@ COMMON void post(int opcode, void *local, struct ibv_mr *lmr, void *remote, stru
 	CHECK(!ibv_post_send(qp, &wr, &bad));
 }
 
-/* An RDMA WRITE of the peer into `to`; its status. */
+/* The peer makes an RDMA WRITE into `to`. Returns the status. */
 COMMON int rdma_write(void *to, struct ibv_mr *to_mr, void *from, struct ibv_mr *from_mr, size_t n)
 {
 	if (alone) {
@@ -150,7 +151,7 @@ COMMON int rdma_write(void *to, struct ibv_mr *to_mr, void *from, struct ibv_mr 
 	return completion();
 }
 
-/* An RDMA READ of `from` by the peer; its status. */
+/* The peer makes an RDMA READ of `from`. Returns the status. */
 COMMON int rdma_read(void *to, struct ibv_mr *to_mr, void *from, struct ibv_mr *from_mr, size_t n)
 {
 	if (alone) {
@@ -161,7 +162,7 @@ COMMON int rdma_read(void *to, struct ibv_mr *to_mr, void *from, struct ibv_mr *
 	return completion();
 }
 
-/* Adds 1 to a word of registered memory by RDMA; the old value comes to `old`. */
+/* Adds 1 to a word of registered memory by RDMA. `old` receives the old value. */
 COMMON int rdma_add(uint64_t *old, struct ibv_mr *old_mr, uint64_t *word, struct ibv_mr *word_mr)
 {
 	if (alone) {
@@ -172,7 +173,7 @@ COMMON int rdma_add(uint64_t *old, struct ibv_mr *old_mr, uint64_t *word, struct
 	return completion();
 }
 
-/* A SEND of `n` bytes that arrives in `to`. */
+/* Sends `n` bytes by a SEND that arrives in `to`. */
 COMMON int rdma_send(void *to, struct ibv_mr *to_mr, void *from, struct ibv_mr *from_mr, size_t n)
 {
 	struct ibv_sge sge = { (uintptr_t)to, n, to_mr->lkey };
@@ -198,7 +199,7 @@ COMMON char *map(size_t n)
 	return p;
 }
 
-/* A mapping of its own: no neighbour that it could be merged with. */
+/* A mapping without neighbours that it could be merged with. */
 COMMON char *map_apart(size_t n)
 {
 	char *p = mmap(NULL, n + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -214,7 +215,7 @@ COMMON void fill(char *p, size_t n, int seed)
 		memset(p + i, 1 + (seed + i / PAGE) % 250, n - i < PAGE ? n - i : PAGE);
 }
 
-/* How many pages are not as `fill` has left them. */
+/* Number of pages that differ from the data of `fill`. */
 COMMON long spoiled(const char *p, size_t n, int seed)
 {
 	char page[PAGE];
@@ -227,7 +228,7 @@ COMMON long spoiled(const char *p, size_t n, int seed)
 	return bad;
 }
 
-/* How many pages have a byte that is not zero. */
+/* Number of pages with a byte that is not zero. */
 COMMON long not_zero(const char *p, size_t n)
 {
 	static const char page[PAGE];
@@ -246,7 +247,7 @@ COMMON void pause_ms(long ms)
 		;
 }
 
-/* Waits for a child. 1000 and the signal's number if it was killed, else its exit code. */
+/* Waits for a child. Returns its exit code, or 1000 plus the signal's number if it was killed. */
 COMMON int ended(pid_t child)
 {
 	int status;
@@ -264,7 +265,7 @@ COMMON void on_fault(int sig)
 	siglongjmp(after_fault, 1);
 }
 
-/* True if a store to this byte is no fault. The byte keeps its value. */
+/* True if a store to this byte does not fault. The byte keeps its value. */
 COMMON int can_store(volatile char *p)
 {
 	struct sigaction sa = { .sa_handler = on_fault }, segv, bus;
@@ -297,7 +298,7 @@ COMMON int can_load(volatile char *p)
 	return fine;
 }
 
-/* The number behind `key` in a file of /proc; -1 if there is none. */
+/* The number after `key` in a file of /proc; -1 if there is none. */
 COMMON long proc_number(const char *file, const char *key)
 {
 	FILE *f = fopen(file, "r");
@@ -312,7 +313,7 @@ COMMON long proc_number(const char *file, const char *key)
 	return value;
 }
 
-/* How many mappings lie in a range. */
+/* Number of mappings in a range. */
 COMMON int mappings(const char *p, size_t n)
 {
 	FILE *f = fopen("/proc/self/maps", "r");
@@ -328,7 +329,8 @@ COMMON int mappings(const char *p, size_t n)
 	return count;
 }
 
-/* Which of the `wanted` flags (two letters and a space each) all mappings of a range have, as /proc/self/smaps shows them. */
+/* Prints those of the `wanted` flags (two letters and a space each) that all mappings of a range have in
+ * /proc/self/smaps. */
 COMMON void say_flags(const char *when, const char *p, size_t n, const char *wanted)
 {
 	FILE *f = fopen("/proc/self/smaps", "r");

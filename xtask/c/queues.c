@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Queues as programs use them, from a device to itself: the extended CQ and QP, a CQ that is resized, QPs that are reset and destroyed
- * while completions wait, shared receives, datagrams, events, and threads that share a CQ. It runs in containers and in guests.
+ * Queues as programs use them, from a device to itself: the extended CQ and QP, a resized CQ, QPs that are
+ * reset and destroyed while completions wait, shared receives, datagrams, events, and threads that share a CQ.
+ * It runs in containers and in guests.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -97,7 +98,7 @@ static void message(struct ibv_qp *from, struct ibv_qp *to_qp)
 	send_from(from, memory + PAGE, 64, mr->lkey);
 }
 
-/* Takes `n` completions, of which all are good. */
+/* Takes `n` completions, which must succeed. */
 static void take(struct ibv_cq *cq, int n)
 {
 	time_t begin = now();
@@ -184,7 +185,7 @@ static void changes(void)
 		message(a, b);
 	take(cq, 4 * BURST);
 
-	/* A library may also keep the completion of a QP that is gone. */
+	/* A library may also keep the completion of a destroyed QP. */
 	message(a, b);
 	wait_a_moment();
 	CHECK(!ibv_destroy_qp(b));
@@ -257,7 +258,7 @@ static void datagrams(void)
 	CHECK(!ibv_destroy_ah(ah) && !ibv_destroy_qp(qp) && !ibv_destroy_cq(cq) && !ibv_destroy_comp_channel(channel));
 }
 
-/* The CQ of all threads, and how many WRITEs of each have completed, whoever has seen it. */
+/* The CQ of all threads, and the number of completed WRITEs of each, whichever thread polled them. */
 static struct ibv_cq *common;
 static int completed[THREADS];
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Registers memory and transfers after the program has changed its user, or has said that it is not to be dumped: it may not open
- * /proc/self/mem and the like then. Each case is a process of its own; without an argument all of them.
+ * Registers memory and transfers data after the program has changed its user, or has made itself not dumpable,
+ * so that it may not open /proc/self/mem and similar files. Each case is a process of its own. Without an
+ * argument all cases run.
  */
 #define _GNU_SOURCE
 #include <grp.h>
@@ -97,8 +98,8 @@ int main(int argc, char **argv)
 
 		if (is & SETUID && geteuid())
 			continue;
-		/* A context does not survive that its descriptors are closed; and who closes all of them, and then drops its rights, has
-		 * no way to copy, which a process with threads may need. */
+		/* A context does not survive the closing of its descriptors. A process that closes all of them
+		 * and then drops its rights cannot copy, which a process with threads may need. */
 		if (is & CLOSED && (is & (EARLY | THREAD) || getenv("UNIRDMA_MR")))
 			continue;
 		snprintf(number, sizeof(number), "%d", is);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Tag matching from one QP to another of the same device: what goes to a tagged buffer, what does not, and what the program is
- * told. See ibv_post_srq_ops(3) and rdma-core's tag_matching.md.
+ * Tag matching from one QP to another of the same device: messages that match a tagged buffer, messages that do
+ * not, and the reports to the program. See ibv_post_srq_ops(3) and rdma-core's tag_matching.md.
  */
 #include <errno.h>
 #include <infiniband/tm_types.h>
@@ -24,7 +24,7 @@ static struct ibv_comp_channel *channel;
 static struct ibv_cq_ex *cq, *sender_cq;
 static struct ibv_srq *srq;
 
-/* The buffers of the receiver, of the sender, and that of its rendezvous. */
+/* The buffers of the receiver, of the sender, and of the sender's rendezvous. */
 static char *const tagged = memory[0], *const plain = memory[4], *const out = memory[8], *const far = memory[9], *const fin = memory[10];
 
 struct done {
@@ -66,7 +66,7 @@ static struct ibv_sge sge(char *at, unsigned len)
 	return (struct ibv_sge){ (uintptr_t)at, len, mr->lkey };
 }
 
-/* One list operation; its handle in `op`. */
+/* Posts one list operation. `op` receives the handle. */
 static int operate(struct ibv_ops_wr *op)
 {
 	struct ibv_ops_wr *bad = NULL;
@@ -165,7 +165,7 @@ static void eager(struct ibv_qp *qp)
 	d = next(cq);
 	CHECK(d.wr_id >= 100 && d.opcode == IBV_WC_TM_NO_TAG && d.len == TMH + 5 && !memcmp(plain + (d.wr_id - 100) * ROOM + TMH, "plain", 5));
 	receive(d.wr_id, plain + (d.wr_id - 100) * ROOM);
-	/* A handle is good once. */
+	/* A handle is valid once. */
 	handle = add(3, 1, ~0ull, &small, 1, 0, 0);
 	CHECK(!other(IBV_WR_TAG_DEL, handle, IBV_OPS_SIGNALED, 0));
 	d = next(cq);
@@ -183,7 +183,7 @@ static void unexpected(struct ibv_qp *qp)
 	d = next(cq);
 	CHECK(d.opcode == IBV_WC_TM_RECV && !(d.flags & IBV_WC_TM_MATCH) && d.len == TMH + 5);
 	receive(d.wr_id, plain + (d.wr_id - 100) * ROOM);
-	/* Until the program says that it has handled that one, a new buffer takes no later message. */
+	/* Until the program reports that it has handled that message, a new buffer takes no later message. */
 	add(4, 5, ~0ull, &s, 1, IBV_OPS_SIGNALED, 0);
 	d = next(cq);
 	CHECK(d.opcode == IBV_WC_TM_ADD && d.flags == IBV_WC_TM_SYNC_REQ);
@@ -212,19 +212,19 @@ static void rendezvous(struct ibv_qp *qp)
 	send_rendezvous(qp, 8, 3000);
 	d = next(cq);
 	CHECK(d.wr_id == 5 && d.flags == IBV_WC_TM_MATCH && d.tag == 8 && d.app == 0xabcd);
-	/* The sender is told without another poll of the receiver's. */
+	/* The sender is notified without another poll by the receiver. */
 	d = next(sender_cq);
 	CHECK(d.opcode == IBV_WC_RECV && d.wr_id == 9 && d.len == HEADERS);
 	memcpy(&h, fin, TMH);
 	CHECK(h.opcode == IBV_TMH_FIN && be64toh(h.tag) == 8 && be32toh(h.app_ctx) == 0xabcd);
 	d = next(cq);
 	CHECK(d.wr_id == 5 && d.flags == IBV_WC_TM_DATA_VALID && d.len == 3000 && !memcmp(tagged, far, 3000));
-	/* More than the buffer has room for: the program gets the headers, and goes on itself. */
+	/* More data than the buffer has room for: the program gets the headers and continues by itself. */
 	add(6, 8, ~0ull, &small, 1, 0, 0);
 	send_rendezvous(qp, 8, 3000);
 	d = next(cq);
 	CHECK(d.wr_id == 6 && d.status == IBV_WC_TM_RNDV_INCOMPLETE && !memcmp(tagged, out, HEADERS));
-	/* A message that ends a rendezvous of the program's own is no receive of a tag. */
+	/* A message that ends the program's own rendezvous matches no tag. */
 	send_message(qp, IBV_TMH_FIN, 8, "", 0);
 	d = next(cq);
 	CHECK(d.opcode == IBV_WC_RECV && d.wr_id >= 100);
@@ -232,7 +232,7 @@ static void rendezvous(struct ibv_qp *qp)
 	CHECK(nothing(cq) && nothing(sender_cq));
 }
 
-/* A program that sleeps hears of list operations. */
+/* A sleeping program is notified of list operations. */
 static void events(void)
 {
 	struct pollfd p = { channel->fd, POLLIN, 0 };
@@ -310,7 +310,7 @@ int main(void)
 	events();
 	wrong_input(member);
 
-	/* A QP that goes while the other end asks for more, of which nobody has looked. */
+	/* A QP is destroyed while the other end has a request that was not polled. */
 	send_rendezvous(sender, 1, 1);
 	CHECK(!ibv_destroy_qp(member) && !ibv_destroy_qp(sender));
 	CHECK(!ibv_destroy_srq(srq) && !ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) && !ibv_destroy_cq(ibv_cq_ex_to_cq(sender_cq)));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Time, and the order of times.
+ * The time, and a comparison of times.
  */
 #include <time.h>
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Calls the functions of libibverbs and librdmacm with random arguments, valid and not: objects of two contexts are
- * mixed, attributes are extreme, states are wrong. Whatever is asked, the answer is success or an errno, objects in use
- * cannot be destroyed, and at the end all can be, and data still arrives. Run it under valgrind: that sees what a
- * wrong answer did to memory.
+ * Calls the functions of libibverbs and librdmacm with random arguments, valid and not: objects of two contexts
+ * are mixed, attributes are extreme, states are wrong. Every call returns success or an errno, objects in use
+ * cannot be destroyed, at the end all objects can be destroyed, and data still arrives. Under valgrind it also
+ * finds damage to memory.
  *
  *   verbs-random SEED STEPS
  */
@@ -48,7 +48,7 @@ static unsigned rnd(unsigned n)
 	return (rnd64() >> 20) % n;
 }
 
-/* A value that is small, at a border, or anything. */
+/* A value that is small, at a limit, or random. */
 static unsigned long long odd(void)
 {
 	static const unsigned long long border[] = { 0, 1, 2, 255, 256, 4095, 4096, 4097, 65535, 65536, 0x7fffffff, 0x80000000,
@@ -64,10 +64,10 @@ static unsigned long long odd(void)
 	}
 }
 
-/* `usual`, but for one time in `n` anything. */
+/* `usual`, or one time in `n` a random value. */
 #define MOSTLY(usual, n) (rnd(n) ? (usual) : odd())
 
-/* What there is of one type: pointers, in no order. */
+/* The objects of one type, in no order. */
 struct pool {
 	void *at[MANY];
 	int n;
@@ -99,14 +99,14 @@ static void forget(struct pool *p, void *x)
 			p->at[i] = p->at[--p->n];
 }
 
-/* An answer in the way of libibverbs: 0 or an errno. */
+/* Checks a result in the style of libibverbs: 0 or an errno. */
 static int code(int r)
 {
 	CHECK(r >= 0 && r < MAX_ERRNO);
 	return r;
 }
 
-/* An answer in the way of librdmacm, and of some older functions: 0, or -1 and errno. */
+/* Checks a result in the style of librdmacm and of some older functions: 0, or -1 and errno. */
 static int minus(int r)
 {
 	CHECK(r == 0 || (r == -1 && errno > 0 && errno < MAX_ERRNO));
@@ -125,7 +125,7 @@ static struct ibv_cq *any_cq(void)
 	return x ? ibv_cq_ex_to_cq(x) : pick(&cqs);
 }
 
-/* Addresses that a program may name: of the arena, over its end, or of no memory. */
+/* A random address: in the arena, across its end, or without memory. */
 static void *any_addr(void)
 {
 	switch (rnd(8)) {
@@ -152,7 +152,7 @@ static void memory(void)
 	struct ibv_qp *qp = pick(&qps);
 	struct ibv_sge range = { (uintptr_t)any_addr(), rnd(70000), mr ? mr->lkey : 0 };
 	struct ibv_alloc_dm_attr dm_attr = { MOSTLY(rnd(10000), 4), MOSTLY(3, 4), MOSTLY(0, 4) };
-	/* Never the implicit MR with a right to write: that is all memory of this program. */
+	/* Never the implicit MR with write access, because it covers all memory of this program. */
 	unsigned access = MOSTLY(rnd(64), 4) & ~IBV_ACCESS_ON_DEMAND;
 	char buf[256] = "";
 	struct ibv_mw_bind bind = { .wr_id = 1, .send_flags = MOSTLY(IBV_SEND_SIGNALED, 3) };
@@ -372,7 +372,7 @@ static void completion(void)
 	}
 }
 
-/* Attributes that suit the next state of a QP, each of them spoilt now and then. */
+/* Attributes for the next state of a QP. Some are made wrong now and then. */
 static int any_qp_attr(struct ibv_qp *qp, struct ibv_qp_attr *a)
 {
 	static const int init = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
@@ -530,7 +530,7 @@ static int any_sge(struct ibv_sge *s, int inlined)
 	for (int i = 0; i < n; i++) {
 		struct ibv_mr *mr = pick(&mrs);
 
-		/* What goes inline is read by the call itself: its memory is there. */
+		/* The call itself reads inline data, so its memory must exist. */
 		s[i].addr = inlined ? (uintptr_t)arena + rnd(BYTES / 2) : (uintptr_t)any_addr();
 		s[i].length = inlined ? MOSTLY(rnd(200), 8) & 0xffff : MOSTLY(rnd(5000), 8);
 		s[i].lkey = mr ? MOSTLY(mr->lkey, 8) : odd();
@@ -584,7 +584,7 @@ static void work(void)
 		rr[i] = (struct ibv_recv_wr){ .wr_id = i, .next = i + 1 < n ? rr + i + 1 : NULL, .sg_list = sge[i], .num_sge = wr[i].num_sge };
 		if (!rnd(12))
 			wr[i].num_sge = rr[i].num_sge = odd();
-		/* Lists as long as they say, or too long for any QP. */
+		/* Lists have the stated length, or are too long for any QP. */
 		if (wr[i].num_sge > 8 && wr[i].num_sge < 1000)
 			wr[i].num_sge = rr[i].num_sge = 1000000;
 	}
@@ -663,7 +663,7 @@ static void queries(void)
 	}
 }
 
-/* Calls without a length take an address to be as long as its family says. */
+/* Calls without a length assume the length of the address's family. */
 union any_sockaddr {
 	struct sockaddr_in v4;
 	struct sockaddr_in6 v6;
@@ -795,14 +795,14 @@ static void connections(void)
 	}
 }
 
-/* An answer in the way of sockets: bytes, or -1 and errno. */
+/* Checks a result in the style of sockets: bytes, or -1 and errno. */
 static long bytes(long r, size_t most)
 {
 	CHECK(r == -1 ? errno > 0 && errno < MAX_ERRNO : r >= 0 && (size_t)r <= most);
 	return r;
 }
 
-/* Sockets live in the pool as their descriptors plus one. None of their calls waits. */
+/* Sockets are in the pool as their descriptors plus one. None of their calls blocks. */
 static void keep_socket(int fd)
 {
 	bytes(fd, 1 << 20);
@@ -915,7 +915,7 @@ static int destroy_cq_ex(struct ibv_cq_ex *x)
 	return ibv_destroy_cq(ibv_cq_ex_to_cq(x));
 }
 
-/* Everything can be destroyed, users first; parents of PDs after the domains made of them. */
+/* Destroys everything, users first, and parents of PDs after the domains made of them. */
 static void clean_up(void)
 {
 	int before;
@@ -946,7 +946,7 @@ static void clean_up(void)
 	DESTROY_ALL(tds, ibv_dealloc_td, struct ibv_td);
 }
 
-/* A QP that is connected to itself writes data. */
+/* Checks that a QP that is connected to itself can write data. */
 static void still_works(struct ibv_context *c)
 {
 	struct ibv_pd *pd = ibv_alloc_pd(c);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Loads libibverbs as plug-ins do (dlopen, RTLD_LOCAL), forks a child that leaves verbs alone, and lets
- * four threads write and read back through QPs that are connected to themselves.
+ * Loads libibverbs as plug-ins do (dlopen, RTLD_LOCAL), forks a child that does not use verbs, and runs four
+ * threads that write and read back through QPs that are connected to themselves.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -77,7 +77,7 @@ static void *work(void *arg)
 	union ibv_gid gid;
 
 	CHECK(pd && cq && buf);
-	/* The macro asks for version IBVERBS_1.8 when flags are not constant; the plain symbol serves as well. */
+	/* The macro uses version IBVERBS_1.8 when flags are not constant; the plain symbol serves as well. */
 	mr = ((struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, int))sym("ibv_reg_mr"))(
 		pd, buf, 3 * BYTES, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
 	CHECK(mr);
@@ -123,7 +123,7 @@ int main(void)
 		_exit(7);
 	}
 	CHECK(waitpid(child, &status, 0) == child && WEXITSTATUS(status) == 7);
-	/* One round on the only thread, where pages are shared; then many threads, where they are copied. */
+	/* One round in the only thread, where pages are shared. Then many threads, where they are copied. */
 	work((void *)0);
 	for (long i = 0; i < THREADS; i++)
 		CHECK(!pthread_create(&t[i], NULL, work, (void *)i));

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * What operations cost on a device, for `cargo xtask bench vm`; it runs in guests and in containers. Prints names and numbers: times in
- * microseconds, bandwidth in MiB/s.
+ * Costs of operations on a device, for `cargo xtask bench vm`. It runs in guests and in containers. Prints
+ * names and numbers: times in microseconds, bandwidth in MiB/s.
  *
  *   vm-bench DEVICE self                   WRITEs and SENDs between two QPs of this process
  *   vm-bench DEVICE serve                  the other end of `call`, once
@@ -25,11 +25,11 @@
 
 enum { LARGE = 1 << 20, SMALL = 2, WARM_UP = 50, TIMES = 1000, RECEIVES = WARM_UP + TIMES, DEPTH = 32, PAGE = 4096, PORT = 18515 };
 enum { ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
-/* No figure takes longer. */
+/* Longest time for a figure, s. */
 #define LIMIT_S 3.0
 #define LIMIT_OF_ONE_S 60.0
 
-/* What one end must know of the other. */
+/* Data by which one end connects to the other. */
 struct peer {
 	union ibv_gid gid;
 	uint64_t addr;
@@ -37,13 +37,13 @@ struct peer {
 	uint32_t qpn;
 };
 
-/* What is wanted of the other end of a TCP connection; a message of no size ends it. */
+/* A request to the other end of a TCP connection. Size 0 ends it. */
 struct order {
 	uint32_t size;
 	uint32_t count;
-	/* Each message comes back, or a byte after the last one. */
+	/* Each message is echoed, or one byte follows the last message. */
 	uint32_t echo;
-	/* Both ends ask again and again, or both sleep until something comes. */
+	/* Both ends spin; otherwise both sleep until data arrives. */
 	uint32_t spin;
 };
 
@@ -129,7 +129,7 @@ static void post(struct ibv_qp *qp, const struct peer *to, enum ibv_wr_opcode op
 	CHECK(!ibv_post_send(qp, &wr, &bad));
 }
 
-/* Polls until a request is completed. To ask for the time takes long in a guest, so that is not done each time. */
+/* Polls until a request is completed. Reading the clock is slow in a guest, so that is not done each time. */
 static void completion(struct ibv_qp *qp)
 {
 	uint64_t polls = 0;
@@ -171,7 +171,7 @@ static void bandwidth(struct ibv_qp *qp, const struct peer *to, uint32_t size)
 	int depth = size < LARGE ? DEPTH : 4, under_way = 0, done = -depth;
 	double start = seconds(), limit = start + LIMIT_S / 2;
 
-	/* The first ones, while the queue fills, do not count. */
+	/* The first requests, while the queue fills, are not counted. */
 	for (; done < 2 * depth || seconds() < limit; done++) {
 		for (; under_way < depth; under_way++)
 			post(qp, to, IBV_WR_RDMA_WRITE, size);
@@ -194,7 +194,7 @@ static void operations(struct ibv_qp *qp, const struct peer *to)
 	bandwidth(qp, to, LARGE);
 }
 
-/* Two QPs of this process that are connected; returns the first, and what it must know of the second. */
+/* Connects two QPs of this process. Returns the first one; `to` receives the data of the second. */
 static struct ibv_qp *pair(struct peer *to)
 {
 	struct ibv_qp *a = make(), *b = make();
@@ -347,7 +347,7 @@ static void registrations(void)
 	}
 }
 
-/* Waits until /tmp/go is there, or is gone. */
+/* Waits until /tmp/go exists, or does not exist any more. */
 static void wait_for(int there)
 {
 	while ((access("/tmp/go", F_OK) == 0) != there)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Waits for events and the descriptors that they wait on: whatever a program may do to a wait (cancel it, interrupt it, stop and
- * continue the process) and to a descriptor (poll it in all ways, make it non-blocking, close it unseen) does what it does with
- * the kernel's event queues.
+ * Waits for events, and the descriptors of those waits. All that a program may do to a wait (cancel it,
+ * interrupt it, stop and continue the process) and to a descriptor (poll it in all ways, make it non-blocking,
+ * close it behind the library's back) has the same effect as with the kernel's event queues.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,7 +26,8 @@
 
 #include "check.h"
 
-/* An event that comes does so within this time; one that has not come by then does not come. */
+/* An event that was raised arrives within SOON_MS. An event that has not arrived within NEVER_MS was not
+ * raised. */
 enum { SOON_MS = 10000, NEVER_MS = 100, PAUSE_US = 100000, LIMIT = 500, OWN = 16, ROUNDS = 500 };
 
 static struct ibv_context *ctx;
@@ -71,7 +72,7 @@ static int readable(int fd, int ms)
 	return n;
 }
 
-/* Lets one more event of a source come. */
+/* Raises one more event of a source. */
 static void raise_event(struct source *s)
 {
 	struct ibv_recv_wr wr = { 0 }, *bad;
@@ -132,7 +133,7 @@ static void *wait_for(void *what)
 	return NULL;
 }
 
-/* The stack is unwound by the handlers that the compiler has made of pthread_cleanup_push (-fexceptions). */
+/* The handlers that the compiler makes of pthread_cleanup_push (-fexceptions) unwind the stack. */
 static void cancel(void *what)
 {
 	int before = handlers_run;
@@ -173,7 +174,8 @@ static void *wait_on(void *channel)
 	return NULL;
 }
 
-/* A thread that waits on a channel while it is destroyed waits on: close(2) wakes nobody, and programs exit on errors. */
+/* A thread that waits on a channel while that is destroyed keeps waiting: close(2) wakes nobody, and programs
+ * exit on errors. */
 static void destroyed_meanwhile(void)
 {
 	struct rdma_event_channel *c = rdma_create_event_channel();
@@ -236,7 +238,7 @@ static void interruption(struct source *s)
 	CHECK(!take_event());
 	CHECK(!pthread_join(u, NULL) && waitpid(child, &status, 0) == child && !status);
 
-	/* A debugger comes and goes. */
+	/* A debugger attaches and detaches. */
 	prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
 	if (!(child = fork())) {
 		usleep(PAUSE_US / 2);
@@ -267,7 +269,7 @@ static void polling(struct source *s)
 	signals = 0;
 	CHECK(!fcntl(channel->fd, F_SETOWN, getpid()) && !fcntl(channel->fd, F_SETSIG, SIGUSR1));
 	CHECK(!fcntl(channel->fd, F_SETFL, O_NONBLOCK | O_ASYNC));
-	/* The first stays: the second is an edge nevertheless. */
+	/* The first event is not read. The second one is an edge nevertheless. */
 	for (int i = 1; i <= 2; i++) {
 		raise_event(s);
 		while (!signals)
@@ -282,7 +284,7 @@ static void polling(struct source *s)
 	CHECK(!close(set) && !close(outer) && !close(copy));
 }
 
-/* The events of a CQ go with it; those of others stay, in their order. */
+/* The events of a destroyed CQ are discarded. Events of other CQs stay, in order. */
 static void stale_events(void)
 {
 	struct source a = make_source(), b = make_source(), c = make_source();
@@ -292,7 +294,7 @@ static void stale_events(void)
 
 	for (int i = 0; i < 6; i++) {
 		raise_event(order[i]);
-		/* What is asked for before this event is on its way would be the same event. */
+		/* A request before this event is sent would cause the same event. */
 		wait_completion(order[i]);
 		usleep(PAUSE_US / 10);
 	}
@@ -307,7 +309,7 @@ static void stale_events(void)
 	CHECK(!readable(channel->fd, NEVER_MS));
 	destroy_source(&c);
 
-	/* Also those that are on their way when it goes. */
+	/* Also events that are being sent when the CQ is destroyed. */
 	for (int i = 0; i < ROUNDS; i++) {
 		a = make_source();
 		raise_event(&a);
@@ -327,7 +329,8 @@ static int descriptors(void)
 	return n;
 }
 
-/* As many channels as the process may have descriptors, one each, all closed on exec, none of them standard output. */
+/* The process opens channels up to its limit of descriptors, one each, all closed on exec, none of them
+ * standard output. */
 static void numbers(void)
 {
 	struct ibv_comp_channel *all[LIMIT];
@@ -338,14 +341,14 @@ static void numbers(void)
 		n++;
 	}
 	CHECK(errno == EMFILE);
-	/* All but number 0, which is closed. */
+	/* All except number 0, which is closed. */
 	CHECK(n == LIMIT - 1 - before && descriptors() == LIMIT - 1);
 	while (n)
 		CHECK(!ibv_destroy_comp_channel(all[--n]));
 	CHECK(descriptors() == before);
 }
 
-/* A program that closes all descriptors that it does not know, and takes their numbers, loses its device, and no byte. */
+/* A program that closes all unknown descriptors, and reuses their numbers, loses its device, but no data. */
 static void closed_unseen(struct source *s)
 {
 	struct ibv_recv_wr wr = { 0 }, *bad;
@@ -362,7 +365,8 @@ static void closed_unseen(struct source *s)
 	CHECK(errno == EMFILE && descriptors() == LIMIT);
 	CHECK(!ibv_reg_mr(pd, path, sizeof(path), 0));
 	CHECK(!ibv_create_comp_channel(ctx));
-	/* It is still known to sleep: the first notification is the one that would go astray. */
+	/* The layer still believes that the program sleeps. The first notification is the one that could go to
+	 * the wrong file. */
 	for (int i = 0; i < 10; i++)
 		ibv_post_recv(s->qp, &wr, &bad);
 	ibv_req_notify_cq(cq, 0);
@@ -380,7 +384,7 @@ static void closed_unseen(struct source *s)
 	rdma_destroy_event_channel(cm);
 	CHECK(!fstat(file, &st) && st.st_size == 0);
 	CHECK(lseek(file, 0, SEEK_CUR) == 0);
-	/* The number of the channel is the program's, which passed it to be closed. */
+	/* The number of the channel belongs to the program, which passed it to be closed. */
 	CHECK(descriptors() == LIMIT);
 }
 
@@ -393,7 +397,7 @@ int main(void)
 
 	alarm(60);
 	CHECK(!setrlimit(RLIMIT_NOFILE, &limit));
-	/* Standard input is closed, and stays so. */
+	/* Standard input is closed, and must stay closed. */
 	close(0);
 	before = descriptors();
 	CHECK((list = ibv_get_device_list(NULL)) && list[0]);

@@ -1,4 +1,5 @@
-// What is wrong with the page for people who see little, or use no mouse: a list of texts. Rules of WCAG 2.2, level AA, that can be computed.
+// Returns a list of the page's faults for people who see little, or use no mouse: those rules of WCAG 2.2, level AA,
+// that a program can check.
 (() => {
   const wrong = [];
   const say = (e, what) => wrong.push(`${e.tagName.toLowerCase()}${e.id ? `#${e.id}` : ""} "${e.textContent.trim().slice(0, 40)}": ${what}`);
@@ -19,7 +20,7 @@
   }
   const over = ([r, g, b, a], [s, h, c]) => [r * a + s * (1 - a), g * a + h * (1 - a), b * a + c * (1 - a), 1];
   function behind(e) {
-    // In the drawing, the box that stands before a text.
+    // In the drawing, the box behind a text.
     const box = e.namespaceURI.endsWith("svg") && e.closest("g, a.vrnic")?.querySelector("rect");
     if (box) return rgba(getComputedStyle(box).fill);
     if (!e) return [255, 255, 255, 1];
@@ -31,7 +32,7 @@
   const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
   const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
 
-  // 1.4.3: texts stand out from their ground.
+  // 1.4.3: contrast between text and background.
   const texts = new Set();
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walk.nextNode()) if (walk.currentNode.data.trim()) texts.add(walk.currentNode.parentElement);
@@ -44,23 +45,23 @@
     const is = contrast(over(rgba(e instanceof SVGElement ? style.fill : style.color), ground), ground);
     if (is < least) say(e, `contrast ${is.toFixed(2)}, which must be ${least}`);
   }
-  // 1.4.11: so do the edges of what is filled in.
+  // 1.4.11: contrast of the borders of inputs.
   for (const e of all("input")) {
     const is = contrast(rgba(getComputedStyle(e).borderTopColor), behind(e.parentElement));
     if (is < 3) say(e, `its edge has the contrast ${is.toFixed(2)}, which must be 3`);
   }
-  // 4.1.2: what one can act on has a name.
+  // 4.1.2: interactive elements have a name.
   for (const e of all("a, button, input, [role=img], dialog, table")) {
     const by = e.getAttribute("aria-labelledby");
     const name = e.getAttribute("aria-label") ?? (by && document.getElementById(by)?.textContent) ?? (e.labels?.[0]?.textContent || e.textContent);
     if (!name?.trim()) say(e, "no name");
   }
-  // 2.5.8: and is large enough, but for links within a text or a table.
+  // 2.5.8: interactive elements are large enough, except links within a text or a table.
   for (const e of all("button, input, nav a, a.vrnic")) {
     const r = e.getBoundingClientRect();
     if ((r.height < 24 || r.width < 24) && !e.closest("th")) say(e, `${Math.round(r.width)} by ${Math.round(r.height)} pixels are too small`);
   }
-  // 1.3.1: heads of tables, one heading of the first level, no level left out.
+  // 1.3.1: table headers, one heading of the first level, no skipped level.
   for (const e of all("th")) if (e.getAttribute("scope") !== "col") say(e, "no scope");
   const main = document.querySelector("main");
   if (main.querySelectorAll("h1").length > 1) say(main, "several headings of the first level");
@@ -73,7 +74,7 @@
   for (const id of new Set(ids)) if (ids.filter((i) => i === id).length > 1) wrong.push(`the id ${id} is there twice`);
   for (const e of all("[aria-current]")) if (e.getAttribute("aria-current") !== "page") say(e, "aria-current must be page");
   for (const e of all("[aria-sort]")) if (!["ascending", "descending"].includes(e.getAttribute("aria-sort"))) say(e, "aria-sort");
-  // 1.4.10: nothing but tables and the drawing is wider than the window.
+  // 1.4.10: only tables and the drawing may be wider than the window.
   if (document.documentElement.scrollWidth > innerWidth) wrong.push(`the page is ${document.documentElement.scrollWidth} pixels wide, the window ${innerWidth}`);
   return wrong;
 })()
