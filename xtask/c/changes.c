@@ -2,8 +2,8 @@
  *
  * Changes that a program may make to a working QP: the sizes of its queues (IBV_QP_CAP), its rate limit
  * (ibv_modify_qp_rate_limit(3)), and the processes that share the target of an XRC connection (ibv_open_qp(3)).
- * Also when the structure of a failed QP shows the failure. All of it again in a thread domain, whose queues
- * take no lock.
+ * It also checks when the structure of a failed QP shows the failure. All of it runs again in a thread domain,
+ * whose queues take no lock.
  */
 #define _GNU_SOURCE
 #include <errno.h>

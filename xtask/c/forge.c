@@ -2,7 +2,7 @@
  *
  *   forge arp ADDRESS TIMES                 announces at eth0, ten times a second, that ADDRESS is here
  *   forge flood ADDRESS SECONDS             the same without pause; prints `ready` first
- *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second; prints each MAC of its neighbour entry
+ *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second; prints the MACs of its entry
  *   forge vxlan FROM PORT TO VNI            sends a frame inside VXLAN from a port of the address FROM (0: any)
  *   forge vxlan-pktinfo FROM PORT TO VNI    the same from a socket that is bound to another address of the host
  *   forge roce FROM TO QPN                  sends WRITE requests for a QP from the address FROM, as a plain device would

@@ -172,7 +172,8 @@ computes, whichever is worse, and p99 counts in another group only, from 1 ms on
 
 #[derive(Subcommand)]
 enum Test {
-    /// Compare what programs see of their own memory with and without a vRNIC; then random sequences, as long as there is time
+    /// Compare programs' views of their own memory with and without a vRNIC; then run random sequences until the time
+    /// is over
     #[command(
         after_help = "Examples:\n  cargo xtask test memory\n  cargo xtask test memory --only memory-fork\n  cargo xtask test memory --only memory-random --seed 1234 --seconds 0"
     )]

@@ -44,7 +44,7 @@ struct Allowed {
     private: &'static str,
     /// Beginning that it may have instead.
     instead: &'static str,
-    /// The reason. ARCHITECTURE.md tells it to users.
+    /// The reason. ARCHITECTURE.md has it, too.
     reason: &'static str,
 }
 

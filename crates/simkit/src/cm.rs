@@ -21,7 +21,7 @@ pub fn addr(last: u8, port: u16) -> abi::CmAddr {
 }
 
 impl Net {
-    /// A command of connection management by the program of an end. Returns the identifier.
+    /// Sends a command of connection management of the program of an end. Returns the identifier.
     fn ask_cm(
         &mut self,
         end: usize,
@@ -42,7 +42,7 @@ impl Net {
         self.rnic(end).cm_event(s, QUEUE).ok()
     }
 
-    /// Moves the QP of an end to RTS with what the connection says, and more access.
+    /// Moves the QP of an end to RTS with the attributes of the connection, and with more access.
     fn cm_ready(&mut self, end: usize, id: u32, access: u32) {
         let (s, qpn) = (self.session(end), self.ends[end].qpn);
         for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
@@ -78,7 +78,7 @@ impl Cm {
         [1, 2].map(|n| (["one host", "two hosts"][n - 1], Cm::new(n, port_space::TCP, 5, Faults::default())))
     }
 
-    /// A command of an end; `f` fills in what the operation needs. Returns the identifier.
+    /// Sends a command of an end; `f` sets the operation's arguments. Returns the identifier.
     pub fn ask(&mut self, end: usize, op: CmOp, id: u32, f: impl FnOnce(&mut abi::CmReq)) -> Result<u32, Status> {
         self.net.ask_cm(end, self.space, op, id, f)
     }
@@ -150,7 +150,7 @@ impl Cm {
         .unwrap();
     }
 
-    /// Moves the QP of an end to RTS with what the connection says.
+    /// Moves the QP of an end to RTS with the attributes of the connection.
     pub fn ready(&mut self, end: usize, id: u32) {
         self.net.cm_ready(end, id, 0);
     }
@@ -232,7 +232,7 @@ impl Meeting {
         Meeting { ends: [client, server], ids: [a, b] }
     }
 
-    /// The client (0) or the server (1) hangs up: both hear of it once.
+    /// The client (0) or the server (1) disconnects. Both must get the event once.
     pub fn end(self, net: &mut Net, by: usize) {
         ask(net, self.ends[by], CmOp::Disconnect, self.ids[by], |_| ());
         net.run(100 * SECOND);

@@ -100,7 +100,7 @@ fn peer(end: usize) -> usize {
     end ^ 1
 }
 
-/// True if the transport of this type repeats what the network loses.
+/// True if the transport of this type repeats lost packets.
 fn reliable(typ: QpType) -> bool {
     !matches!(typ, QpType::Uc | QpType::Ud)
 }

@@ -167,7 +167,7 @@ impl Net {
         Net::made(hosts, types, &vec![0; types.len()], seed, faults, home)
     }
 
-    /// As [`Net::homes`] without faults, with ends in these groups. Group `g` has the VNI [`FIRST_VNI`]` + g`.
+    /// As [`Net::homes`] without faults, with ends in these groups. Group `g` has the VNI `FIRST_VNI + g`.
     pub fn groups(hosts: usize, types: &[QpType], groups: &[u32], home: impl Fn(usize) -> usize) -> Net {
         let mut net = Net::made(hosts, types, groups, 3, Faults::default(), home);
         net.rules(&[]);

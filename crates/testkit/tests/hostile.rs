@@ -73,7 +73,7 @@ fn a_refused_request_is_answered_and_the_session_goes_on() {
     scene.check();
 }
 
-/// Channels that do not exist, channels that nobody reads, and events that no device has raised.
+/// Channels that do not exist, channels that are never read, and events that no device has raised.
 #[test]
 fn event_channels_cost_their_session_only() {
     use rustix::net::{RecvFlags, SendFlags, recv, send};

@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Figures of the program by their names.
 type Figures = BTreeMap<String, f64>;
 
-/// (the program's name, what it is, unit)
+/// (name in the program, description, unit)
 const OPERATIONS: [(&str, &str, &str); 6] = [
     ("write-2-p50", "WRITE, 2 B, typical", "us"),
     ("write-2-p99", "WRITE, 2 B, 99 %", "us"),
@@ -34,7 +34,7 @@ const OPERATIONS: [(&str, &str, &str); 6] = [
     ("write-1048576", "WRITE, 1 MiB", "MiB/s"),
 ];
 const PAGES: [u32; 5] = [1, 16, 256, 4096, 65_536];
-/// (what, how many WRITEs, the pause before each in microseconds, how the program waits)
+/// (description, number of WRITEs, pause before each in microseconds, the way that the program waits)
 const NOTIFICATIONS: [(&str, u32, u32, &str); 3] = [
     ("one after the other, polled", 1000, 0, "poll"),
     ("each after a pause of 20 ms, polled", 100, 20_000, "poll"),

@@ -1,4 +1,4 @@
-//! Workers, supervisors and the keeper are killed or stopped, and programs must notice only what they should.
+//! Tests that kill or stop workers, supervisors and the keeper, and check the effects on programs.
 
 use std::path::Path;
 

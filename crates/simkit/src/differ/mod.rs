@@ -15,18 +15,18 @@
 //!
 //! | result | reason |
 //! |---|---|
-//! | order of completions of different CQs, and of events of different objects | unspecified; the network takes time |
+//! | order of completions of different CQs, of events of different objects | unspecified; the network takes time |
 //! | data of a message that failed or was dropped (`doubts`) | its first packets may be stored (IBTA vol. 1, 9.7.4.1) |
 //! | all but `wr_id`, status, `qp_num` and vendor error of a completion with an error | undefined by `ibv_poll_cq(3)` |
 //! | results of both ends of a connection that act at once, if one of them fails | which end is first depends on time |
 //! | which of several QPs gets a receive of an SRQ | depends on time; so one QP at a time sends to an SRQ |
-//! | whether a QP with more outstanding READs than its peer takes fails | depends on time; so both have the same limit |
+//! | whether a QP fails with more outstanding READs than its peer takes | depends on time; so both have one limit |
 //! | requests after the one whose completion overran a CQ | they may have been sent already |
 //! | PSNs of a connection that has failed | each packet takes a PSN; a local message takes its PSNs when it completes |
 //! | QPs with another MTU, PSN or destination than their peer has | packets do not name their sender |
 //! | a READ, then a SEND without fence that invalidates its window | only a fence orders them (IBTA vol. 1, table 76) |
 //! | whether `dropped` or `qkey_violations` counts a datagram | its QP may be failing by a slow receive at that time |
-//! | which of two faults of a message is reported, receive or invalidation | the key comes last; so one at most is wrong |
+//! | which of two faults is reported, receive or invalidation | the key comes last; so at most one is wrong |
 //! | RNR NAKs, timeouts, and the counters of packets | they count tries and packets |
 
 mod program;

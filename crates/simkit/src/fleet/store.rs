@@ -11,7 +11,7 @@ pub(super) const LEASE_MS: u64 = 5_000;
 /// Number of past changes in the log.
 const LOG: usize = 24;
 
-/// A change: its number and what it wrote.
+/// A change: its revision and its writes.
 pub(super) type Change = (u64, Arc<[Write]>);
 
 /// The records, the log of changes, and the lease that permits changes.

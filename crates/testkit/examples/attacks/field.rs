@@ -40,7 +40,7 @@ struct Load {
     min_rnr_timer: u8,
 }
 
-/// WRITEs by 16 connections in one MR of 1 MiB. The loads below differ from it as they say.
+/// WRITEs by 16 connections in one MR of 1 MiB. The other loads are changes of this one.
 const WRITES: Load = Load {
     qp_type: QpType::Rc,
     op: WrOpcode::Write,

@@ -214,7 +214,7 @@ pub(crate) fn refused(socket: &Path, until: Until) {
     }
 }
 
-/// Event channels that are opened and closed, and notifications that nobody reads.
+/// Event channels that are opened and closed, and notifications that are never read.
 pub(crate) fn channels(socket: &Path, until: Until) {
     let mut s = Scripted::new(socket);
     let held: Vec<OwnedFd> = (1..abi::MAX_CHANNELS).map_while(|n| s.hostile.frontend.open_channel(n).ok()).collect();
@@ -230,7 +230,7 @@ pub(crate) fn channels(socket: &Path, until: Until) {
     }
 }
 
-/// Requests whose answers nobody reads.
+/// Requests whose answers are never read.
 pub(crate) fn unread(socket: &Path, until: Until) {
     /// GET_FEATURES, version 1, no payload.
     const REQUEST: [u32; 3] = [1, 1, 0];

@@ -24,7 +24,8 @@ const VERSION: u32 = 1;
 const ANSWER: u32 = 1 << 2;
 const NEEDS_ANSWER: u32 = 1 << 3;
 
-/// Serves a VMM's connection as a device of version 2 that answers only what is necessary to show its version.
+/// Serves a VMM's connection as a device of version 2. It answers only the requests by which a driver reads the
+/// version.
 fn version_2(mut vmm: UnixStream) -> std::io::Result<()> {
     let mut config = [0; 192];
     config[..6].copy_from_slice(b"uRDM\x02\0");
