@@ -327,7 +327,7 @@ fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
         s.check(&format!("memory, {}: memory-random {seed} {steps}, {allocator}", place.name), |_| {
             let compile = || suite::compile(place.lab, "memory-random", &["-libverbs", "-pthread"]);
             let exe = exe.get_or_insert_with(compile).as_deref().map_err(|e| (*e).to_string())?;
-            // Preloaded for the program only. Otherwise `timeout` would load it too, and keep its descriptors.
+            // Preloaded for the program only. Otherwise `timeout` would load it, too.
             let preload = library.map_or_else(String::new, |l| {
                 if Path::new(&l).exists() { format!("env LD_PRELOAD={l} ") } else { "no-such-allocator ".into() }
             });

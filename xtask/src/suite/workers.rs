@@ -188,7 +188,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         // A container that ends releases its vRNIC, although the supervisor that started it has ended.
         let free = || lab.unirdma(&["run", "--vrnic", "c", "--", "true"]).ok();
         wait_until(free, "the vRNIC is not free again")?;
-        // The same for a worker that dies while there is no supervisor.
+        // A worker that dies while there is no supervisor is replaced, too.
         let (pid, _) = lab.worker("default")?;
         lab.kill_host();
         signal(pid, libc::SIGKILL)?;
