@@ -1,12 +1,12 @@
 //! Builds the library that stock QEMU needs preloaded (`guest/qemu/name.rs`), which `vm` embeds. Also tells the linker
-//! in which order to place the functions that execute work requests (`hot.txt`).
+//! in which order to place the functions that execute work requests (`link-order.txt`).
 
 use std::env;
 use std::path::Path;
 use std::process::Command;
 
 const SOURCE: &str = "../../guest/qemu/name.rs";
-const ORDER: &str = "hot.txt";
+const ORDER: &str = "link-order.txt";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

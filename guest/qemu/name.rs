@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! QEMU's generic vhost-user device refuses virtio device numbers that have no name in QEMU's table, and 42 has none. Preloaded
-//! into QEMU, this gives it one; into other programs it does nothing.
+//! QEMU's generic vhost-user device refuses virtio device numbers that have no name in QEMU's table, and 42 has none.
+//! Preloaded into QEMU, this gives it one; into other programs it does nothing.
 //!
 //! `unirdma` carries it (`crates/cli/build.rs`), and preloads it or writes it to a file (`unirdma vm preload`).
 
@@ -35,8 +35,9 @@ unsafe extern "C" {
 }
 
 extern "C" fn name_device() {
-    // SAFETY: a program that has this symbol is QEMU, where it is an array of names by number; its size says whether there is a
-    // place for 42, which older versions do not have. Nothing else runs yet, as the dynamic loader calls this.
+    // SAFETY: a program that has this symbol is QEMU, where it is an array of names by number; its size says whether
+    // there is a place for 42, which older versions do not have. Nothing else runs yet, as the dynamic loader calls
+    // this.
     unsafe {
         let names = dlsym(ptr::null_mut(), TABLE.as_ptr()).cast::<*const c_char>();
         let (mut info, mut entry) = ([ptr::null(); 4], ptr::null_mut());

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::Result;
-use crate::lab::{self, Lab};
+use crate::harness::{self, Lab};
 use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
@@ -58,7 +58,8 @@ const GUESTS: &str = "## In a virtual machine";
 
 /// The reasons for skips that `docs/conformance.md` allows: general ones, and for guests also those in their part.
 fn known_reasons(guest: bool) -> Result<Vec<String>> {
-    let text = fs::read_to_string(lab::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
+    let text =
+        fs::read_to_string(harness::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
     let part = if guest { &text } else { text.split(GUESTS).next().unwrap_or_default() };
     let reasons = part.lines().filter_map(|l| l.strip_prefix("| `")).filter_map(|l| l.split('`').next());
     Ok(reasons.map(String::from).collect())
@@ -132,7 +133,7 @@ fn give_time(file: &str) -> Result<()> {
 
 /// The programs of Debian 13, in a directory of their own.
 fn root_of_debian_13() -> Result<PathBuf> {
-    let root = lab::root().join("target/trixie");
+    let root = harness::root().join("target/trixie");
     if root.join("usr/bin/rdma").exists() {
         return Ok(root);
     }
@@ -254,7 +255,7 @@ fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
     lab.vrnic("guest", &["--ip", "10.0.0.1"])?;
     let guest = Guest::start(&lab, system, "guest", &Plan::default())?;
     let keep = |device: &str, text: &str| {
-        let file = lab::root().join(format!("target/conformance-{}-{device}.txt", system.name));
+        let file = harness::root().join(format!("target/conformance-{}-{device}.txt", system.name));
         println!("kernel {}, {device}: {}", system.name, file.display());
         fs::write(file, text).map_err(failed("what the tests print"))
     };

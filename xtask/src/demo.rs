@@ -1,6 +1,6 @@
 //! `cargo xtask demo`: runs unmodified programs in two containers and prints a small table.
 
-use crate::lab::{self, Lab};
+use crate::harness::{self, Lab};
 use crate::tcp::Tcp;
 use crate::{Result, packages};
 
@@ -11,15 +11,15 @@ fn step(n: u32, what: &str) {
 }
 
 /// The last row of a program's output, or an error that says why there is none.
-fn figures(what: &str, (server, client): &(lab::Output, lab::Output)) -> Result<Vec<f64>> {
-    let row = lab::rows(&client.text).pop().filter(|_| server.ok() && client.ok());
+fn figures(what: &str, (server, client): &(harness::Output, harness::Output)) -> Result<Vec<f64>> {
+    let row = harness::rows(&client.text).pop().filter(|_| server.ok() && client.ok());
     row.ok_or_else(|| format!("{what} failed:\nserver: {}\nclient: {}", server.text, client.text))
 }
 
 pub(crate) fn run() -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     step(1, "building (a few minutes the first time)");
-    lab::build()?;
+    harness::build()?;
     step(2, "starting the virtual layer: one process, no kernel module, no RDMA hardware");
     let lab = Lab::start(None)?;
     step(3, "making the vRNICs a (10.0.0.1) and b (10.0.0.2), and c (10.0.0.1 too) in another group");
@@ -60,6 +60,6 @@ pub(crate) fn run() -> Result<()> {
     row("latency, 2 B, typical [us]", typical, tcp_typical, tcp_typical / typical);
     row("latency, 2 B, average [us]", average, tcp_average, tcp_average / average);
     println!();
-    println!("The programs are Debian's, unmodified. `README.md` says how to run your own.");
+    println!("The programs are Debian's, unmodified. `docs/user/quick-start.md` says how to run your own.");
     Ok(())
 }

@@ -7,12 +7,12 @@
 mod attack;
 mod bench;
 mod centres;
+mod cleanup;
 mod cluster;
 mod conformance;
 mod demo;
-mod ending;
 mod fleet;
-mod lab;
+mod harness;
 mod memory;
 mod packages;
 mod page;
@@ -63,8 +63,8 @@ enum Command {
         /// How many seeds
         #[arg(long, value_name = "N", default_value_t = 100)]
         seeds: u64,
-        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts, a phase of a program; ten seconds of
-        /// a fleet
+        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts, a phase of a
+        /// program; ten seconds of a fleet
         #[arg(long, value_name = "N", default_value_t = 6)]
         steps: u64,
         /// The simulation of a fleet
@@ -74,7 +74,8 @@ enum Command {
         #[arg(long)]
         differ: bool,
     },
-    /// Measure a control centre with a thousand hosts and 100,000 vRNICs: time, memory, and bytes for each kind of change
+    /// Measure a control centre with a thousand hosts and 100,000 vRNICs: time, memory, and bytes for each kind of
+    /// change
     Scale(scale::Scale),
     /// Try every known attack, with victims in the attacker's group and in another one: performance of the victims,
     /// survival of processes, and release of resources
@@ -103,8 +104,8 @@ computes, whichever is worse, and p99 counts in another group only, from 1 ms on
         #[arg(long, conflicts_with = "seconds")]
         matrix: bool,
     },
-    /// Run a fleet in network namespaces: hosts, a control centre, and programs between all pairs of thirty vRNICs, which must
-    /// connect exactly where the rules allow; needs root
+    /// Run a fleet in network namespaces: hosts, a control centre, and programs between all pairs of thirty vRNICs,
+    /// which must connect exactly where the rules allow; needs root
     #[command(after_help = "Examples:\n  cargo xtask cluster\n  cargo xtask cluster --hosts 5")]
     Cluster {
         /// How many hosts
@@ -132,14 +133,16 @@ computes, whichever is worse, and p99 counts in another group only, from 1 ms on
         /// Download and build the parts of guests, and start none
         #[arg(long, conflicts_with_all = ["only", "shell", "command"])]
         build: bool,
-        /// Run rdma-core's own tests in guests, on a vRNIC and on the kernel's own soft RNIC; with --only, on the vRNIC alone
+        /// Run rdma-core's own tests in guests, on a vRNIC and on the kernel's own soft RNIC; with --only, on the vRNIC
+        /// alone
         #[arg(long, conflicts_with_all = ["shell", "build", "command"])]
         conformance: bool,
         /// Run this in a guest
         #[arg(last = true, value_name = "COMMAND", conflicts_with = "only")]
         command: Vec<String>,
     },
-    /// Look at the control centre's web page in Chromium, with a fleet whose hosts report traffic, and keep pictures of it
+    /// Look at the control centre's web page in Chromium, with a fleet whose hosts report traffic, and keep pictures of
+    /// it
     #[command(
         after_help = "Examples:\n  cargo xtask page                      all checks; the pictures are in target/page\n  cargo xtask page --stay               a fleet to look at, until interrupted"
     )]
@@ -188,7 +191,8 @@ enum Test {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
-    /// Two control centres on one etcd: vRNICs are made while the allocating one is killed, then etcd is stopped, and killed
+    /// Two control centres on one etcd: vRNICs are made while the allocating one is killed, then etcd is stopped, and
+    /// killed
     #[command(after_help = "Example:\n  cargo xtask test centres --calls 1000 --seconds 30")]
     Centres {
         /// How many vRNICs
@@ -334,7 +338,7 @@ enum Bench {
 
 fn main() -> ExitCode {
     let command = Cli::parse().command;
-    match ending::watch() {
+    match cleanup::watch() {
         Ok(None) => {}
         Ok(Some(code)) => return code,
         Err(e) => {

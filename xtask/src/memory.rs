@@ -9,7 +9,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::lab::{self, Lab, Output};
+use crate::harness::{self, Lab, Output};
 use crate::packages;
 use crate::suite::{Suite, own_user};
 use crate::{Result, suite};
@@ -285,7 +285,7 @@ fn sanitizers(lab: &Lab) -> Result<()> {
     let address = suite::compile_as(lab, "memory-small", "memory-small-asan", &["-fsanitize=address", "-libverbs"])?;
     let thread = suite::compile_as(lab, "memory-small", "memory-small-tsan", &["-fsanitize=thread", "-libverbs"])?;
     let suppressions = lab.dir.join("valgrind.supp");
-    std::fs::copy(lab::root().join("xtask/c/valgrind.supp"), &suppressions).map_err(|e| e.to_string())?;
+    std::fs::copy(harness::root().join("xtask/c/valgrind.supp"), &suppressions).map_err(|e| e.to_string())?;
     let valgrind = format!(
         "valgrind -q --error-exitcode=9 --leak-check=no \
          --suppressions={} {plain}",
@@ -361,7 +361,7 @@ pub(crate) fn fixed(s: &mut Suite<'_>, here: &Lab) {
             random(s, place, seed, STEPS);
         }
     };
-    if lab::uid() != 0 {
+    if harness::uid() != 0 {
         return both(&Place { name: "ordinary user", lab: here });
     }
     both(&Place { name: "root", lab: here });
@@ -386,8 +386,8 @@ fn ordinary() -> Result<Lab> {
 pub(crate) fn run(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
     let end = Instant::now() + Duration::from_secs(seconds);
     packages::ensure(&[packages::RUN, packages::MEMORY])?;
-    lab::build()?;
-    let (mut labs, root) = (Vec::new(), lab::uid() == 0);
+    harness::build()?;
+    let (mut labs, root) = (Vec::new(), harness::uid() == 0);
     if root {
         let lab = Lab::start(None)?;
         vrnics(&lab)?;

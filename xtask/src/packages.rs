@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::{Result, lab};
+use crate::{Result, harness};
 
 /// Debian's library directory for this architecture.
 #[cfg(target_arch = "aarch64")]
@@ -99,7 +99,7 @@ pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
         return Ok(());
     }
     eprintln!("installing from Debian: {}", missing.join(" "));
-    let root = lab::uid() == 0;
+    let root = harness::uid() == 0;
     let apt = |args: &[&str]| {
         let mut c = if root { Command::new("apt-get") } else { Command::new("sudo") };
         if !root {

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use crate::{Result, lab};
+use crate::{Result, harness};
 
 /// Arguments of `cargo xtask scale`.
 #[derive(clap::Args)]
@@ -30,11 +30,11 @@ pub(crate) struct Scale {
 
 pub(crate) fn run(scale: &Scale) -> Result<()> {
     eprintln!("building");
-    lab::build()?;
-    let program = lab::build_example("unirdma-cli", "scale")?;
+    harness::build()?;
+    let program = harness::build_example("unirdma-cli", "scale")?;
     let groups = scale.groups.unwrap_or((scale.vrnics / 10).clamp(100, 60_000));
     let mut c = Command::new(&program);
-    c.arg(lab::unirdma());
+    c.arg(harness::unirdma());
     let counts = [("--hosts", scale.hosts), ("--vrnics", scale.vrnics), ("--groups", groups), ("--moves", scale.moves)];
     counts.iter().for_each(|(name, n)| _ = c.arg(name).arg(n.to_string()));
     c.args(["--quiet", "10"]).args(scale.json.then_some("--json"));

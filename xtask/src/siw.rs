@@ -1,5 +1,5 @@
-//! The kernel's software iWARP device (siw), which Debian's kernels lack: built from Debian's source of the same kernel. Nothing
-//! of it is installed.
+//! The kernel's software iWARP device (siw), which Debian's kernels lack: built from Debian's source of the same
+//! kernel. Nothing of it is installed.
 
 use std::path::PathBuf;
 

@@ -3,12 +3,12 @@
 use std::process::Command;
 use std::time::Instant;
 
-use crate::{Result, centres, lab, packages, suite, vm};
+use crate::{Result, centres, harness, packages, suite, vm};
 
 fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     println!("\n== cargo {}", args.join(" "));
     let mut c = Command::new("cargo");
-    c.args(args).current_dir(lab::root());
+    c.args(args).current_dir(harness::root());
     for (k, v) in env {
         c.env(k, v);
     }
@@ -50,13 +50,13 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
         let _ = download.join();
     }
     println!("\n== black-box tests with Debian's programs");
-    lab::build()?;
+    harness::build()?;
     suite::run(only)
 }
 
 /// The long form of the suite's test with several control centres.
 pub(crate) fn centres(calls: u32, seconds: u64) -> Result<()> {
     packages::ensure(&[packages::RUN, packages::TEST])?;
-    lab::build()?;
+    harness::build()?;
     centres::run(calls as usize, std::time::Duration::from_secs(seconds), true)
 }

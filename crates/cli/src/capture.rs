@@ -114,7 +114,7 @@ pub(crate) fn run(dir: &Path, args: &CaptureArgs) -> io::Result<()> {
             .or_else(|_| sockopt::set_socket_send_buffer_size(s, BUFFER));
     }
     let mut out = Output::open(args.write.as_deref(), args.snap)?;
-    let stop = crate::hosting::termination()?;
+    let stop = crate::host::termination()?;
     client.ask(&Request::Capture { vrnic: args.vrnic.clone(), snap: args.snap }, Some(theirs.as_fd()))?;
     drop(theirs);
     let _ = setpriority_process(None, NICE);

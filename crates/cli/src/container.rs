@@ -19,7 +19,7 @@ use crate::bind::{self, Bind};
 use crate::home::{self, Show};
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
-use crate::working;
+use crate::workdir;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a -- ibv_devinfo -v
@@ -92,7 +92,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     let libraries = library_dir()?;
     home::forget_tokens();
     let homes = home::all(args.home)?;
-    let working = working::find(dir, &homes);
+    let working = workdir::find(dir, &homes);
     if let Some((working, why)) = working.as_ref().and_then(|w| Some((w, w.guard.as_ref().err()?))) {
         eprintln!("unirdma: the working directory {} is read-only: {why}", working.path.display());
     }

@@ -8,12 +8,12 @@ mod capture;
 mod confine;
 mod container;
 mod devices;
-mod enter;
+mod exec;
 mod fleet;
-mod hidden;
 mod home;
-mod hosting;
-mod ids;
+mod host;
+mod idmap;
+mod masked;
 mod mounts;
 mod net;
 mod print;
@@ -22,9 +22,9 @@ mod sandbox;
 mod secret;
 mod top;
 mod units;
-mod vm;
-mod vmm;
-mod working;
+mod vm_run;
+mod vmm_args;
+mod workdir;
 
 use std::ffi::OsStr;
 use std::io;
@@ -61,8 +61,8 @@ const EXAMPLES: &str = "Examples:
 #[derive(Subcommand)]
 enum Command {
     /// Serve vRNICs on this host until interrupted
-    #[command(after_help = hosting::EXAMPLES)]
-    Host(hosting::HostArgs),
+    #[command(after_help = host::EXAMPLES)]
+    Host(host::HostArgs),
     /// Serve the vRNICs of a group. `unirdma host` starts it, without these arguments being parsed, see `main`
     #[command(hide = true)]
     Worker {
@@ -100,12 +100,12 @@ enum Command {
     #[command(after_help = container::EXAMPLES)]
     Run(container::RunArgs),
     /// Run another command in a vRNIC's container
-    #[command(after_help = enter::EXAMPLES)]
-    Exec(enter::ExecArgs),
+    #[command(after_help = exec::EXAMPLES)]
+    Exec(exec::ExecArgs),
     /// Start a virtual machine that has a vRNIC
     Vm {
         #[command(subcommand)]
-        command: vm::VmCommand,
+        command: vm_run::VmCommand,
     },
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
@@ -160,13 +160,13 @@ enum VrnicCommand {
     },
     /// Show one vRNIC: addresses, objects, counters; or the arguments to start a virtual machine with it
     #[command(
-        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see README.md, Virtual machines.\nQEMU 11.1 and later have the device that this takes."
+        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see docs/user/virtual-machines.md.\nQEMU 11.1 and later have the device that this takes."
     )]
     Show {
         /// Name of the vRNIC
         name: String,
         #[command(flatten)]
-        vmm: vmm::VmmArgs,
+        vmm: vmm_args::VmmArgs,
         /// The virtual machine's memory, as the VMM takes it
         #[arg(long, default_value = "2G", value_name = "SIZE")]
         memory: String,
@@ -305,8 +305,8 @@ struct HeldArgs {
     /// Most pieces of MRs that are page lists of more than 512 pieces, which are kept as lists and not mapped
     #[arg(long, value_name = "N", value_parser = units::most)]
     max_pieces: Option<u64>,
-    /// Most bytes of pages that transfers make in sparse memory files of its programs; a program that needs more loses its device. It may be
-    /// more than half of what the others leave
+    /// Most bytes of pages that transfers make in sparse memory files of its programs; a program that needs more loses
+    /// its device. It may be more than half of what the others leave
     #[arg(long, value_name = "BYTES", value_parser = units::most)]
     max_filled: Option<u64>,
 }
@@ -383,7 +383,8 @@ enum GroupCommand {
         /// whether it has an effect
         #[arg(long, value_name = "W", default_value_t = 100)]
         weight: u32,
-        /// File with a secret that all hosts of the group have: packets between them are encrypted, and others are dropped
+        /// File with a secret that all hosts of the group have: packets between them are encrypted, and others are
+        /// dropped
         #[arg(long, value_name = "FILE")]
         secret: Option<PathBuf>,
         #[command(flatten)]
@@ -399,7 +400,8 @@ enum GroupCommand {
         /// Share of the processors that its worker gets where they are scarce, 1 to 10,000
         #[arg(long, value_name = "W")]
         weight: Option<u32>,
-        /// The secret is for packets between the group and this other one, which a rule joins with it. All hosts of both groups need it
+        /// The secret is for packets between the group and this other one, which a rule joins with it. All hosts of
+        /// both groups need it
         #[arg(long, value_name = "GROUP")]
         with: Option<String>,
         /// File with a new secret, which the hosts of the group may be given one after the other, or `none`
@@ -432,8 +434,8 @@ fn main() -> ExitCode {
     // `unirdma host` starts these two. They use no parser, which would leave the text of `--help` in the memory of each
     // worker.
     match std::env::args_os().nth(1).as_deref().and_then(OsStr::to_str) {
-        Some("worker") => ended(hosting::worker().map(|()| 0)),
-        Some("keeper") => ended(hosting::keeper().map(|()| 0)),
+        Some("worker") => ended(host::worker().map(|()| 0)),
+        Some("keeper") => ended(host::keeper().map(|()| 0)),
         _ => ended(command(Cli::parse())),
     }
 }
@@ -463,12 +465,12 @@ fn command(cli: Cli) -> io::Result<u8> {
     // Containers and their programs may change directory.
     let dir = std::path::absolute(&dir).unwrap_or(dir);
     match cli.command {
-        Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
-        Command::Worker { .. } => hosting::worker().map(|()| 0),
-        Command::Keeper => hosting::keeper().map(|()| 0),
+        Command::Host(args) => host::host(dir, &args).map(|()| 0),
+        Command::Worker { .. } => host::worker().map(|()| 0),
+        Command::Keeper => host::keeper().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
-        Command::Exec(args) => enter::exec(&dir, &args),
-        Command::Vm { command } => vm::vm(&dir, command),
+        Command::Exec(args) => exec::exec(&dir, &args),
+        Command::Vm { command } => vm_run::vm(&dir, command),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
         Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),

@@ -21,10 +21,10 @@ use rustix::mount::{
 };
 
 use crate::bind::Bind;
-use crate::hidden::Hidden;
 use crate::home::{self, Home, Show};
-use crate::ids::Ids;
-use crate::working::Working;
+use crate::idmap::Ids;
+use crate::masked::Hidden;
+use crate::workdir::Working;
 
 /// Directories in which programs find their vRNIC's socket, and our libraries.
 pub(crate) const VRNIC: &str = "/run/unirdma";

@@ -21,7 +21,8 @@ static ONLY_FROM_OUTSIDE: AtomicBool = AtomicBool::new(false);
 /// As `clone(2)`.
 pub(crate) fn fork(spaces: UnshareFlags) -> io::Result<Option<i32>> {
     let flags = i64::from(spaces.bits()) | i64::from(libc::SIGCHLD);
-    // SAFETY: this program has one thread, so the child may run ordinary code; without a stack of its own, `clone` is `fork`.
+    // SAFETY: this program has one thread, so the child may run ordinary code; without a stack of its own, `clone` is
+    // `fork`.
     match unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) } {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
@@ -89,8 +90,8 @@ pub(crate) fn is_ignored(signal: libc::c_int) -> bool {
     }
 }
 
-/// Passes signals on to a child from now on. `only_from_outside`: this is the first process of a PID namespace, whose other
-/// processes can signal the child themselves.
+/// Passes signals on to a child from now on. `only_from_outside`: this is the first process of a PID namespace, whose
+/// other processes can signal the child themselves.
 pub(crate) fn pass_signals_to(child: i32, only_from_outside: bool) {
     CHILD.store(child, Ordering::Relaxed);
     ONLY_FROM_OUTSIDE.store(only_from_outside, Ordering::Relaxed);

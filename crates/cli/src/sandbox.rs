@@ -20,9 +20,9 @@ use unirdma_host::{VrnicInfo, fdpass};
 
 use crate::bind::Bind;
 use crate::home::{Home, Show};
-use crate::ids::Ids;
+use crate::idmap::Ids;
 use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC, context};
-use crate::working::Working;
+use crate::workdir::Working;
 use crate::{confine, process};
 
 /// Parameters of a container.

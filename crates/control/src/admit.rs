@@ -19,13 +19,13 @@ use prost::bytes::BytesMut;
 use tonic::{Code, Status};
 use unirdma_fleet::Refusal;
 
-use crate::doors::Guest;
+use crate::connections::Guest;
 use crate::grpc;
 use crate::http::{self, token};
+use crate::message_cost;
 use crate::pki::Caller;
+use crate::rate_limits::{Limit, Limits, Party, Share, Shares};
 use crate::shared::Shared;
-use crate::shares::{Limit, Limits, Party, Share, Shares};
-use crate::weight;
 
 /// Longest body of `apply` and `delete`, and of all other calls with a token.
 pub(crate) const MAX_BODY: usize = 16 << 20;
@@ -206,8 +206,8 @@ async fn admitted(shared: &Shared, kind: Kind, request: Request, next: Next) -> 
                 bytes.truncate(end);
             }
             let weight = match kind.grpc {
-                true => weight::of_call(parts.uri.path(), message_of(&bytes)),
-                false => weight::of_json(&bytes),
+                true => message_cost::of_call(parts.uri.path(), message_of(&bytes)),
+                false => message_cost::of_json(&bytes),
             };
             weigh(&mut held, bytes.len(), weight)?;
             Body::from(bytes)
@@ -329,7 +329,7 @@ impl Messages {
             return Ok(None);
         }
         let message = self.coming.split_to(FRAME + length).freeze();
-        let weight = weight::of_call(&self.call, &message[FRAME..]);
+        let weight = message_cost::of_call(&self.call, &message[FRAME..]);
         weigh(&mut self.held, self.coming.len() + message.len(), weight)?;
         Ok(Some(message))
     }

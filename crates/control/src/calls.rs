@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 use unirdma_fleet::v1::centres_client::CentresClient;
 use unirdma_fleet::v1::fleet_client::FleetClient;
 use unirdma_fleet::v1::hosts_client::HostsClient;
-use unirdma_fleet::{Actor, Desk, Outcome, Refusal, v1};
+use unirdma_fleet::{Actor, ChangeQueue, Outcome, Refusal, v1};
 
 use crate::shared::{Shared, now_ms};
 
@@ -31,7 +31,7 @@ pub(crate) trait Call: Clone + Send + Sync + 'static {
     fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal>;
 
     /// Executes the call at this centre's desk.
-    fn make(self, shared: &Shared, desk: &mut Desk, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
 
     /// Sends the call to the centre that allocates.
     async fn pass_on(self, channel: Channel) -> Result<Response<Self::Answer>, Status>;
@@ -58,15 +58,21 @@ pub(crate) struct ByToken<R> {
 
 /// A request that needs a token.
 #[tonic::async_trait]
-pub(crate) trait Wish: Clone + Send + Sync + 'static {
+pub(crate) trait OperatorCall: Clone + Send + Sync + 'static {
     type Answer: Send + 'static;
     fn may_repeat(&self) -> bool;
-    fn make(self, shared: &Shared, d: &mut Desk, who: &Actor, now: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(
+        self,
+        shared: &Shared,
+        d: &mut ChangeQueue,
+        who: &Actor,
+        now: u64,
+    ) -> Result<Outcome<Self::Answer>, Refusal>;
     async fn send(client: FleetClient<Channel>, request: Request<Self>) -> Result<Response<Self::Answer>, Status>;
 }
 
 #[tonic::async_trait]
-impl<R: Wish> Call for ByToken<R> {
+impl<R: OperatorCall> Call for ByToken<R> {
     type Answer = R::Answer;
 
     fn may_repeat(&self) -> bool {
@@ -78,7 +84,7 @@ impl<R: Wish> Call for ByToken<R> {
         Ok((!actor.is_admin()).then(|| format!("token {}", actor.who())))
     }
 
-    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
+    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
         let actor = desk.actor(&self.token, now)?;
         self.request.make(shared, desk, &actor, now)
     }
@@ -93,11 +99,12 @@ impl<R: Wish> Call for ByToken<R> {
     }
 }
 
-/// Implements `Wish` for: request, answer, gRPC method, whether it may be repeated, and the function that makes it.
+/// Implements `OperatorCall` for: request, answer, gRPC method, whether it may be repeated, and the function that makes
+/// it.
 macro_rules! wishes {
     ($($request:ident $answer:ident $call:ident $repeat:expr, $make:expr;)*) => { $(
         #[tonic::async_trait]
-        impl Wish for v1::$request {
+        impl OperatorCall for v1::$request {
             type Answer = v1::$answer;
 
             fn may_repeat(&self) -> bool {
@@ -105,8 +112,8 @@ macro_rules! wishes {
                 repeat(self)
             }
 
-            fn make(self, s: &Shared, d: &mut Desk, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
-                let make: fn(Self, &Shared, &mut Desk, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
+            fn make(self, s: &Shared, d: &mut ChangeQueue, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
+                let make: fn(Self, &Shared, &mut ChangeQueue, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
                 make(self, s, d, who, now)
             }
 
@@ -129,7 +136,7 @@ wishes! {
 fn create_token(
     r: v1::CreateTokenRequest,
     shared: &Shared,
-    desk: &mut Desk,
+    desk: &mut ChangeQueue,
     who: &Actor,
     now: u64,
 ) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
@@ -176,7 +183,7 @@ impl Call for v1::JoinRequest {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
+    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
         // The certificate is made first, so that an invalid certificate request uses up no token. If the token is
         // refused, the certificate is dropped.
         let answer = match &shared.authority {
@@ -204,7 +211,7 @@ impl Call for v1::HostHello {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
+    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
         let made = desk.announce(&self.host, &self.hello.unwrap_or_default(), shared, now);
         Ok(Outcome { plan: made.plan, answer: v1::HostAnnounced { refused: made.answer } })
     }
@@ -228,7 +235,7 @@ impl Call for v1::HostAsk {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
+    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
         let made = desk.ask(&self.host, self.ask.unwrap_or_default(), shared, now)?;
         Ok(Outcome { plan: made.plan, answer: v1::HostReply { reply: Some(made.answer) } })
     }

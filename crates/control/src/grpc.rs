@@ -13,10 +13,10 @@ use unirdma_fleet::v1::fleet_server::Fleet;
 use unirdma_fleet::v1::hosts_server::Hosts;
 use unirdma_fleet::{Actor, Refusal, RefusalKind, v1};
 
-use crate::calls::{self, ByToken, Call, Wish};
+use crate::calls::{self, ByToken, Call, OperatorCall};
+use crate::rate_limits::Party;
 use crate::shared::{Shared, now_ms};
-use crate::shares::Party;
-use crate::{host, http, others, watch};
+use crate::{host, http, peer_centres, watch};
 
 /// The services of a centre.
 #[derive(Clone)]
@@ -66,7 +66,7 @@ impl Services {
     }
 
     /// Makes a change that a caller with a token asks for.
-    async fn wish<R: Wish>(&self, r: Request<R>) -> Answer<R::Answer> {
+    async fn wish<R: OperatorCall>(&self, r: Request<R>) -> Answer<R::Answer> {
         let actor = self.actor(&r)?;
         let token = token(&r).unwrap_or_default().to_owned();
         let passed_on = is_passed_on(&r);
@@ -195,6 +195,6 @@ impl Centres for Services {
 
     async fn live(&self, r: Request<v1::LiveRequest>) -> Answer<Self::LiveStream> {
         needs_centre(&r)?;
-        Ok(Response::new(Box::pin(ReceiverStream::new(others::tell(self.0.clone())))))
+        Ok(Response::new(Box::pin(ReceiverStream::new(peer_centres::tell(self.0.clone())))))
     }
 }

@@ -10,7 +10,7 @@ use tonic::{Code, Status, Streaming};
 use unirdma_fleet::v1::{self, from_host, to_host};
 use unirdma_fleet::{Refusal, SILENCE_MS};
 
-use crate::shared::{Seat, Shared, now_ms};
+use crate::shared::{Registration, Shared, now_ms};
 
 /// Time limit for a host's hello, and for its reading of a message.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -46,7 +46,7 @@ struct Connection {
     shared: Arc<Shared>,
     host: String,
     send: Sender,
-    seat: Seat,
+    seat: Registration,
     told: Option<u64>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
         Err(_) => Err(Refusal::invalid("the host said nothing for 10 s")),
     };
     if let Ok(hello) = &first
-        && !shared.is_abreast(hello).await
+        && !shared.is_caught_up(hello).await
     {
         // The host connects again, here or to another centre, and goes on with its present state.
         tracing::warn!("host {host} has heard more than this centre, which cannot hear of it now");
@@ -77,7 +77,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
     };
     tracing::info!("host {host} is here, version {}", hello.version);
     let instance = hello.instance;
-    let seat = shared.sit(&host);
+    let seat = shared.register(&host);
     let mut connection = Connection { shared: shared.clone(), host: host.clone(), send, seat, told: greeted.told };
     if let Err(End::Refused(e)) = connection.run(hello, &mut receive).await {
         tracing::warn!("host {host} is cut off: {e}");

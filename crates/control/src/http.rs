@@ -16,7 +16,7 @@ use tokio_stream::StreamExt;
 use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
 
 use crate::admit::MAX_BODY;
-use crate::calls::{ByToken, Wish};
+use crate::calls::{ByToken, OperatorCall};
 use crate::grpc::refusal;
 use crate::openapi;
 use crate::shared::{Shared, now_ms};
@@ -170,7 +170,7 @@ fn query<M: DeserializeOwned>(q: Vec<(String, String)>) -> Result<M, Refused> {
 type Q = Query<Vec<(String, String)>>;
 
 /// A change that somebody with a token asks for.
-async fn wish<R: Wish<Answer: Serialize>>(shared: &Arc<Shared>, headers: &HeaderMap, request: R) -> Answer {
+async fn wish<R: OperatorCall<Answer: Serialize>>(shared: &Arc<Shared>, headers: &HeaderMap, request: R) -> Answer {
     let actor = actor(shared, headers)?;
     let token = token(headers).unwrap_or_default().to_owned();
     let done = shared.run(ByToken { token, request }, false).await;

@@ -6,23 +6,23 @@
 
 mod admit;
 mod calls;
-mod doors;
+mod change_turns;
+mod connections;
+mod election;
 mod grpc;
 mod host;
 mod http;
-mod member;
+mod message_cost;
 mod metrics;
 mod openapi;
-mod others;
+mod peer_centres;
 mod pki;
+mod rate_limits;
 mod serve;
 mod shared;
-mod shares;
 mod store;
-mod turns;
 mod watch;
 mod web;
-mod weight;
 
 use std::io;
 use std::net::SocketAddr;
@@ -36,7 +36,7 @@ use unirdma_fleet::v1::fleet_server::FleetServer;
 use unirdma_fleet::v1::hosts_server::HostsServer;
 use unirdma_fleet::{Actor, Centre, v1};
 
-use doors::Doors;
+use connections::Connections;
 use pki::Authority;
 pub use pki::write_private;
 use shared::Shared;
@@ -64,7 +64,7 @@ pub struct Listening {
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
     shared: Arc<Shared>,
-    doors: Arc<Doors>,
+    doors: Arc<Connections>,
     scrapers: Option<TcpListener>,
     /// Where it listens.
     pub url: String,
@@ -223,7 +223,7 @@ pub async fn listen(options: &Options) -> io::Result<Listening> {
     let name = options.names.first().cloned().unwrap_or_else(|| pki::name_of(at.ip()));
     let name = if name.contains(':') { format!("[{name}]") } else { name };
     let shared = Shared::new(centre, store, authority, format!("{scheme}://{name}:{}", at.port()))?;
-    let doors = Doors::of_centre(doors::descriptors());
+    let doors = Connections::of_centre(connections::descriptors());
     Ok(Listening { listener, tls, shared, doors, scrapers, url, metrics })
 }
 
@@ -255,14 +255,14 @@ impl Listening {
         let shared = self.shared.clone();
         let take_part = async move {
             match shared.store.clone() {
-                store::Opened::Etcd(store) => member::take_part(shared, store).await,
+                store::Opened::Etcd(store) => election::take_part(shared, store).await,
                 store::Opened::File(_) => std::future::pending().await,
             }
         };
         let scrapers = metrics::routes(self.shared.clone());
         let scraped = async move {
             match self.scrapers {
-                Some(listener) => serve::serve(listener, None, scrapers, Doors::of_metrics()).await,
+                Some(listener) => serve::serve(listener, None, scrapers, Connections::of_metrics()).await,
                 None => std::future::pending().await,
             }
         };

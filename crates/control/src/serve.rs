@@ -15,9 +15,9 @@ use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 
-use crate::doors::{Doors, Guest};
+use crate::connections::{Connections, Guest};
 use crate::pki::{self, Caller};
-use crate::shares::Party;
+use crate::rate_limits::Party;
 
 /// Time limit for a handshake, and for the head of a request.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -31,7 +31,7 @@ const MAX_HEAD: u32 = 16 << 10;
 const WINDOW: u32 = 256 << 10;
 
 /// Serves connections until the task is ended.
-pub(crate) async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router, doors: Arc<Doors>) {
+pub(crate) async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router, doors: Arc<Connections>) {
     loop {
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,

@@ -9,15 +9,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tonic::Status;
-use unirdma_fleet::{Actor, Centre, Desk, Facts, News, Outcome, Plan, Refusal, Write, v1};
+use unirdma_fleet::{Actor, Centre, ChangeQueue, Facts, News, Outcome, Plan, Refusal, Write, v1};
 
 use crate::admit::UnderWay;
 use crate::calls::{self, Call};
+use crate::change_turns::Turns;
 use crate::metrics::Metrics;
-use crate::others::Others;
+use crate::peer_centres::Others;
 use crate::pki::Authority;
 use crate::store::{Opened, Snapshot, StoreError};
-use crate::turns::Turns;
 use crate::watch::Watchers;
 
 /// Greatest number of hosts that are sent a complete update at the same time.
@@ -33,7 +33,7 @@ const BEHIND: Duration = Duration::from_secs(5);
 
 /// The connection of a host: its number, and its wake-up.
 #[derive(Clone)]
-pub(crate) struct Seat {
+pub(crate) struct Registration {
     pub number: u64,
     pub wake: Arc<Notify>,
 }
@@ -55,7 +55,7 @@ pub(crate) enum Role {
 pub struct Shared {
     centre: Mutex<Centre>,
     /// Prepares changes and applies them to the state. Long work is done here, while the state can be read.
-    desk: Arc<tokio::sync::Mutex<Desk>>,
+    desk: Arc<tokio::sync::Mutex<ChangeQueue>>,
     /// A turn is held from the look at the state until the change is applied, so there is one plan at a time.
     turns: Arc<Turns>,
     pub(crate) store: Opened,
@@ -68,7 +68,7 @@ pub struct Shared {
     pub(crate) others: Others,
     /// The lease of this centre in etcd; 0: none yet.
     pub(crate) lease: AtomicI64,
-    seats: Mutex<HashMap<String, Seat>>,
+    seats: Mutex<HashMap<String, Registration>>,
     seat_numbers: AtomicU64,
     pub(crate) watchers: Arc<Watchers>,
     /// Permits of hosts that are sent a complete update.
@@ -114,7 +114,7 @@ pub(crate) fn elsewhere() -> Status {
 impl Shared {
     /// A centre with this state and store, which other centres reach at `url`.
     pub fn new(
-        (centre, desk): (Centre, Desk),
+        (centre, desk): (Centre, ChangeQueue),
         store: Opened,
         authority: Option<Authority>,
         url: String,
@@ -230,7 +230,7 @@ impl Shared {
 
     /// Waits until this centre knows everything that a host has received elsewhere, so that the host is not sent an
     /// older state. False if that takes too long.
-    pub(crate) async fn is_abreast(&self, hello: &v1::Hello) -> bool {
+    pub(crate) async fn is_caught_up(&self, hello: &v1::Hello) -> bool {
         let behind = || {
             let centre = self.centre();
             hello.fleet == centre.fleet() && hello.revision > centre.revision()
@@ -243,7 +243,7 @@ impl Shared {
     /// Runs a function at the desk, on a thread that may block.
     pub(crate) async fn at_desk<T: Send + 'static>(
         self: &Arc<Self>,
-        f: impl FnOnce(&Arc<Shared>, &mut Desk) -> T + Send + 'static,
+        f: impl FnOnce(&Arc<Shared>, &mut ChangeQueue) -> T + Send + 'static,
     ) -> Result<T, Refusal> {
         let (shared, mut desk) = (self.clone(), self.desk.clone().lock_owned().await);
         let done = tokio::task::spawn_blocking(move || {
@@ -332,7 +332,7 @@ impl Shared {
     }
 
     /// Publishes the changes made at the desk, and wakes hosts and watchers.
-    fn publish(&self, desk: &mut Desk, news: News) {
+    fn publish(&self, desk: &mut ChangeQueue, news: News) {
         let (hosts, revision) = {
             let mut centre = self.centre();
             (centre.publish(desk, news), centre.revision())
@@ -375,9 +375,9 @@ impl Shared {
     }
 
     /// Registers a new connection of a host. Its former connection ends.
-    pub(crate) fn sit(&self, host: &str) -> Seat {
+    pub(crate) fn register(&self, host: &str) -> Registration {
         let number = self.seat_numbers.fetch_add(1, Ordering::Relaxed);
-        let seat = Seat { number, wake: Arc::new(Notify::new()) };
+        let seat = Registration { number, wake: Arc::new(Notify::new()) };
         if let Some(old) = locked(&self.seats).insert(host.into(), seat.clone()) {
             old.wake.notify_one();
         }
@@ -385,14 +385,14 @@ impl Shared {
     }
 
     /// Closes this host's connection, because it has connected to another centre.
-    pub(crate) fn unseat(&self, host: &str) {
+    pub(crate) fn evict(&self, host: &str) {
         if let Some(old) = locked(&self.seats).remove(host) {
             old.wake.notify_one();
         }
     }
 
     /// Whether a connection is still the registered one.
-    pub(crate) fn has_seat(&self, host: &str, seat: &Seat) -> bool {
+    pub(crate) fn has_seat(&self, host: &str, seat: &Registration) -> bool {
         locked(&self.seats).get(host).is_some_and(|s| s.number == seat.number)
     }
 
@@ -470,7 +470,7 @@ impl Call for Due {
         Ok(None)
     }
 
-    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<()>, Refusal> {
+    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<()>, Refusal> {
         Ok(Outcome { plan: desk.tick(shared, now), answer: () })
     }
 

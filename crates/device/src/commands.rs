@@ -11,7 +11,7 @@ use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, MAX_BURIED, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::search::{Begun, Found, Outcome, PAGE, Search, refused};
+use crate::memory_lookup::{Begun, Found, MemoryLookup, Outcome, PAGE, refused};
 use crate::{Device, RnicGuard, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
@@ -59,7 +59,7 @@ impl<'a> Turn<'a> {
         self.guard.get_or_insert_with(|| {
             loop {
                 let mut rnic = self.device.rnic.lock();
-                if !rnic.bury_of(self.device.identity.vnic, MAX_BURIED) {
+                if !rnic.bury_of(self.device.identity.vrnic, MAX_BURIED) {
                     return rnic;
                 }
             }
@@ -132,7 +132,7 @@ pub(crate) enum Reply {
     /// The response, and the command code if it is a known one.
     Now(Vec<u8>, Option<Command>),
     /// The request must be executed again, with the outcome of this search.
-    After(Search),
+    After(MemoryLookup),
 }
 
 impl Device {
@@ -173,12 +173,12 @@ impl Device {
     pub(crate) fn find(
         &self,
         outcome: Option<Outcome>,
-        search: impl FnOnce() -> Option<Answer<Search>>,
-    ) -> Result<Option<Answer<Found>>, Search> {
+        search: impl FnOnce() -> Option<Answer<MemoryLookup>>,
+    ) -> Result<Option<Answer<Found>>, MemoryLookup> {
         if let Some(outcome) = outcome {
             return Ok(Some(self.take_outcome(outcome)));
         }
-        match search().map(|search| search.and_then(Search::begin)) {
+        match search().map(|search| search.and_then(MemoryLookup::begin)) {
             Some(Ok(Begun::Long(search))) => Err(search),
             Some(Ok(Begun::Found(found))) => Ok(Some(Ok(found))),
             Some(Err(status)) => Ok(Some(Err(status))),
@@ -201,8 +201,9 @@ impl Device {
     }
 
     /// The search for the memory that a command names; `None` if it names no memory in mapped regions.
-    fn search(&self, c: Command, data: &[u8]) -> Option<Answer<Search>> {
-        let runs = |addr, count, length| Search::runs(&self.memory, (addr, count, length), |at, n| self.span(at, n));
+    fn search(&self, c: Command, data: &[u8]) -> Option<Answer<MemoryLookup>> {
+        let runs =
+            |addr, count, length| MemoryLookup::runs(&self.memory, (addr, count, length), |at, n| self.span(at, n));
         match c {
             Command::RegUserMr => self.search_user_mr(&parse(data).ok()?),
             Command::RegMrRuns => {
@@ -211,25 +212,25 @@ impl Device {
             }
             Command::ExtendMr => {
                 let r: abi::ExtendMrReq = parse(data).ok()?;
-                Some(runs(r.runs_addr, r.num_runs, r.length).map(Search::for_part))
+                Some(runs(r.runs_addr, r.num_runs, r.length).map(MemoryLookup::for_part))
             }
             Command::MapRuns => {
                 let r: abi::MapRunsReq = parse(data).ok()?;
-                Some(runs(r.runs_addr, r.num_runs, r.length).map(Search::for_window))
+                Some(runs(r.runs_addr, r.num_runs, r.length).map(MemoryLookup::for_window))
             }
             _ => None,
         }
     }
 
     /// The search for the memory of REG_USER_MR.
-    pub(crate) fn search_user_mr(&self, r: &abi::RegUserMrReq) -> Option<Answer<Search>> {
+    pub(crate) fn search_user_mr(&self, r: &abi::RegUserMrReq) -> Option<Answer<MemoryLookup>> {
         let is_process = || self.memory.region_at(r.start).is_some_and(|m| m.process().is_some());
         if r.length == 0 || r.start.checked_add(r.length).is_none() {
             None
         } else if r.pages_addr != 0 {
-            Some(Search::pages(&self.memory, r, |addr, len| self.span(addr, len)))
+            Some(MemoryLookup::pages(&self.memory, r, |addr, len| self.span(addr, len)))
         } else {
-            (!is_process()).then(|| Ok(Search::range(&self.memory, r.start, r.length)))
+            (!is_process()).then(|| Ok(MemoryLookup::range(&self.memory, r.start, r.length)))
         }
     }
 
@@ -287,7 +288,7 @@ impl Device {
     }
 
     fn query_counters(&self, rnic: &mut Rnic, _: Nothing) -> Answer<abi::QueryCountersResp> {
-        let c = rnic.counters(self.identity.vnic).unwrap_or_default();
+        let c = rnic.counters(self.identity.vrnic).unwrap_or_default();
         let w = c.wire;
         Ok(abi::QueryCountersResp {
             sent_wrs: c.sent_wrs,
@@ -334,17 +335,17 @@ impl Device {
         }
         let mtu = self.identity.active_mtu;
         // ACTIVE and LinkUp, or DOWN and Disabled.
-        let (state, phys_state) = if rnic.is_up(self.identity.vnic) { (4, 5) } else { (1, 3) };
+        let (state, phys_state) = if rnic.is_up(self.identity.vrnic) { (4, 5) } else { (1, 3) };
         Ok(abi::QueryPortResp {
             state,
             max_mtu: 5,
             active_mtu: mtu,
             phys_state,
             phys_mtu: 128 << mtu,
-            gid_tbl_len: rnic.gid_table_len(self.identity.vnic) as u32,
+            gid_tbl_len: rnic.gid_table_len(self.identity.vrnic) as u32,
             port_cap_flags: 1 << 16 | 1 << 26,
             max_msg_sz: unirdma_formats::MAX_MSG_BYTES as u32,
-            qkey_viol_cntr: rnic.counters(self.identity.vnic).map_or(0, |c| c.qkey_violations as u32),
+            qkey_viol_cntr: rnic.counters(self.identity.vrnic).map_or(0, |c| c.qkey_violations as u32),
             pkey_tbl_len: 1,
             active_speed: 32,
             active_width: 2,
@@ -361,13 +362,13 @@ impl Device {
     }
 
     fn query_gid(&self, rnic: &mut Rnic, r: abi::QueryGidReq) -> Answer<abi::QueryGidResp> {
-        let gid = rnic.gid_at(self.identity.vnic, r.index as usize).filter(|_| r.port == 1);
+        let gid = rnic.gid_at(self.identity.vrnic, r.index as usize).filter(|_| r.port == 1);
         Ok(abi::QueryGidResp { gid: gid.ok_or(Status::BadValue)?.0, gid_type: 2, reserved: 0 })
     }
 
     /// GIDs come from the virtual layer; a driver may only name what it was given (R26).
     fn add_gid(&self, rnic: &mut Rnic, r: abi::AddGidReq) -> Answer<Nothing> {
-        let gids = rnic.gids(self.identity.vnic);
+        let gids = rnic.gids(self.identity.vrnic);
         let granted = gids.get(usize::from(r.index)).is_some_and(|g| g.0 == r.gid && !g.is_zero());
         if granted && r.port_num == 1 { Ok(Nothing {}) } else { Err(Status::Denied) }
     }

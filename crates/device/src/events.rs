@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
-use unirdma_link::{Foreign, Kept, Ledger, Ticket, signal};
+use unirdma_link::{BlockingFd, Kept, Ledger, Ticket, signal};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
@@ -51,7 +51,7 @@ struct Channel {
 struct EventQueue {
     channel: Option<Channel>,
     queue: Option<Queue>,
-    call: Option<Arc<Foreign>>,
+    call: Option<Arc<BlockingFd>>,
     pending: VecDeque<abi::Event>,
 }
 
@@ -78,14 +78,14 @@ pub struct EventQueues {
 }
 
 /// Sends a notification on a channel that carries no events. If the channel is full, a notification is pending already.
-pub(crate) fn tell(channel: &Foreign) {
+pub(crate) fn tell(channel: &BlockingFd) {
     let _ = rustix::net::send(channel, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
 /// Takes all notifications from a channel that carries no events.
 ///
 /// Returns the descriptors that arrived with them, which the caller has to dispose of.
-pub fn take_notifications(channel: &Foreign) -> Vec<Foreign> {
+pub fn take_notifications(channel: &BlockingFd) -> Vec<BlockingFd> {
     let mut came = Vec::new();
     let Some(ledger) = channel.ledger().filter(|l| !l.is_overdrawn()) else { return came };
     // Room for all descriptors that a message can carry. The kernel would close any others here and now.
@@ -96,7 +96,7 @@ pub fn take_notifications(channel: &Foreign) -> Vec<Foreign> {
     let _ = recvmsg(channel, &mut [IoSliceMut::new(&mut [0; 256])], &mut control, flags);
     for m in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = m {
-            came.extend(fds.map(|fd| Foreign::refused(fd, ledger)));
+            came.extend(fds.map(|fd| BlockingFd::refused(fd, ledger)));
         }
     }
     came
@@ -344,7 +344,7 @@ impl EventQueues {
         lock(&self.inner).guest = guest;
     }
 
-    pub(crate) fn set_queue(&self, index: u32, queue: Option<Queue>, call: Option<Arc<Foreign>>) {
+    pub(crate) fn set_queue(&self, index: u32, queue: Option<Queue>, call: Option<Arc<BlockingFd>>) {
         lock(&self.inner).change(index, |q| {
             q.call = call;
             if q.queue.is_none() || queue.is_none() {

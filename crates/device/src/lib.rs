@@ -3,46 +3,46 @@
 //! Depends on the RNIC and the link. It turns bus addresses into windows, commands into RNIC calls, and
 //! RNIC outputs into event buffers. It must never read a shared byte twice, and never block.
 
-mod account;
 mod commands;
 mod events;
-mod mapped;
+mod limits;
+mod log_limit;
+mod map_runs;
+mod memory_lookup;
 mod net;
-mod quiet;
 mod rfc;
-mod search;
-mod shared;
+mod rnic_lock;
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use commands::Reply;
-use mapped::Mapped;
-use search::Pending;
+use map_runs::Mapped;
+use memory_lookup::Pending;
 use unirdma_abi as abi;
-use unirdma_link::{Foreign, Handler, Ledger, Memory, Vring};
+use unirdma_link::{BlockingFd, Handler, Ledger, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
-use unirdma_rnic::{MAX_BURIED, Resolve, SessionId, VnicId};
+use unirdma_rnic::{MAX_BURIED, Resolve, SessionId, VrnicId};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::IntoBytes;
 
 use rfc::Rfc;
 
-pub use account::KeptByRnic;
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
+pub use limits::KeptByRnic;
+pub use log_limit::LogLimit;
+pub use memory_lookup::DeferredCommand;
 pub use net::{NET_TX, NetDevice, NetFrontend};
-pub use quiet::LogLimit;
-pub use search::Errand;
-pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
+pub use rnic_lock::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
 /// The vRNIC's properties that a device shows or uses. Programs see nothing of the host in them (U03).
 #[derive(Debug)]
 pub struct Identity {
     /// Its vRNIC.
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     /// The configuration space.
     pub config: abi::Config,
     /// A random number, different for each process that has served the vRNIC.
@@ -123,8 +123,8 @@ pub trait Pollers: Send + Sync {
     /// For a bounded time, executes the work for which [`unirdma_rnic::Core::is_behind`] is true.
     fn catch_up(&self, s: SessionId, qpn: Option<u32>);
 
-    /// Runs `errand` of session `s` of `vnic` on another thread, and then has [`Device::serve_control`] called.
-    fn do_errand(&self, vnic: VnicId, s: SessionId, errand: Errand);
+    /// Runs `errand` of session `s` of `vrnic` on another thread, and then has [`Device::serve_control`] called.
+    fn do_errand(&self, vrnic: VrnicId, s: SessionId, errand: DeferredCommand);
 }
 
 /// The device as one session sees it.
@@ -141,9 +141,9 @@ pub struct Device {
     control: Option<Queue>,
     /// Index at which the control queue was stopped. The session is paused while it is stopped.
     stopped_at: Option<u16>,
-    control_call: Option<Arc<Foreign>>,
+    control_call: Option<Arc<BlockingFd>>,
     /// The channel by which a process kicks the control queue and is called for it.
-    control_channel: Option<Arc<Foreign>>,
+    control_channel: Option<Arc<BlockingFd>>,
     /// A command that was executed but not answered, because jobs still access the memory that it releases: the head of
     /// its descriptor chain, and the length of its response.
     held: Option<(u16, u32)>,
@@ -158,8 +158,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for a session. Everything that the
-    /// device keeps besides RNIC objects is charged to `ledger`.
+    /// A device for a new session of `identity.vrnic`; `None` if the RNIC has no room for a session. Everything that
+    /// the device keeps besides RNIC objects is charged to `ledger`.
     pub fn new(
         rnic: Arc<SharedRnic>,
         identity: Arc<Identity>,
@@ -191,7 +191,7 @@ impl Device {
         events: EventQueues,
         ledger: Ledger,
     ) -> Option<Self> {
-        let session = rnic.lock().add_session(identity.vnic)?;
+        let session = rnic.lock().add_session(identity.vrnic)?;
         Some(Device {
             rnic,
             session,
@@ -237,8 +237,8 @@ impl Device {
     }
 
     /// The vRNIC.
-    pub fn vnic(&self) -> VnicId {
-        self.identity.vnic
+    pub fn vrnic(&self) -> VrnicId {
+        self.identity.vrnic
     }
 
     /// A number that differs between sessions, and between processes that have served the vRNIC.
@@ -258,7 +258,7 @@ impl Device {
     }
 
     /// Sets the channel by which the control queue is kicked and called from now on.
-    pub fn set_control_channel(&mut self, channel: Option<Arc<Foreign>>) {
+    pub fn set_control_channel(&mut self, channel: Option<Arc<BlockingFd>>) {
         self.control_channel = channel;
     }
 
@@ -385,7 +385,7 @@ impl Device {
             Reply::After(search) => {
                 let (pending, errand) = Pending::new(&request[..n], search);
                 self.pending = Some(pending);
-                self.pollers.do_errand(self.identity.vnic, self.session, errand);
+                self.pollers.do_errand(self.identity.vrnic, self.session, errand);
                 return Served::Left;
             }
         };
@@ -513,7 +513,7 @@ impl Handler for Device {
         self.quiesce();
         let mut rnic = self.rnic.lock();
         rnic.remove_session(self.session);
-        if let Some(s) = rnic.add_session(self.identity.vnic) {
+        if let Some(s) = rnic.add_session(self.identity.vrnic) {
             self.session = s;
             rnic.set_memory(s, Arc::new(MemoryTable(self.memory.clone())));
         }

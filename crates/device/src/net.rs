@@ -7,7 +7,7 @@
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
 
-use unirdma_link::{Foreign, Handler, Memory, Vring};
+use unirdma_link::{BlockingFd, Handler, Memory, Vring};
 use unirdma_mem::protocol;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
@@ -26,7 +26,7 @@ const HEADER: usize = 12;
 #[derive(Default)]
 struct Ring {
     queue: Option<Queue>,
-    call: Option<Arc<Foreign>>,
+    call: Option<Arc<BlockingFd>>,
 }
 
 impl Ring {
@@ -96,7 +96,7 @@ pub struct NetFrontend {
     /// The interface.
     pub device: Arc<NetDevice>,
     /// New kick descriptor of the transmit vring, if it has changed; `Some(None)` if there is none any more.
-    pub changed: Option<Option<Arc<Foreign>>>,
+    pub changed: Option<Option<Arc<BlockingFd>>>,
     /// The vRNIC's name, for the log.
     pub vrnic: String,
     /// Limit on the log lines that it causes.

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use unirdma_device::{NET_TX, NetDevice, NetFrontend};
-use unirdma_link::{DriverQueue, Foreign, Handler, Ledger, Memory, RegionDesc, Segment, Vring};
+use unirdma_link::{BlockingFd, DriverQueue, Handler, Ledger, Memory, RegionDesc, Segment, Vring};
 use unirdma_mem::{MemFd, Span};
 
 const BUS: u64 = 1 << 40;
@@ -28,7 +28,7 @@ impl Machine {
         let mut regions = Memory::default();
         let region = RegionDesc { bus_addr: BUS, size: 1 << 20, ..Default::default() };
         let fd = memory.fd().try_clone_to_owned().unwrap();
-        regions.add(region, Foreign::refused(fd, &Ledger::default())).unwrap();
+        regions.add(region, BlockingFd::refused(fd, &Ledger::default())).unwrap();
         front.memory_changed(&regions, &[]);
         let queues = [0, 1].map(|i| {
             let at = (i as u64 + 1) << 14;

@@ -353,7 +353,7 @@ impl SendRing {
 }
 
 /// A QP's send queue, for taking the data of one request.
-pub(crate) struct Taker<'a> {
+pub(crate) struct BounceReader<'a> {
     pub ctx: &'a Context,
     pub pdn: u32,
     pub max_inline: u32,
@@ -363,7 +363,7 @@ pub(crate) struct Taker<'a> {
     pub index: u32,
 }
 
-impl Taker<'_> {
+impl BounceReader<'_> {
     /// Takes the data of a request into its WQE or into the ring, if its whole gather list lies in MRs of the way
     /// *copy*. Returns false if the data stays where it is; then the device reads it.
     #[cold]

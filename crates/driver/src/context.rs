@@ -72,7 +72,7 @@ pub struct Context {
     bell: Bell,
     /// Each wakes the device on a core of its own ([`abi::CHANNEL_WAKE`]).
     wakes: Vec<Arc<Known>>,
-    kick: PutOff,
+    kick: DeferredKick,
     dead: AtomicBool,
     fatal_told: AtomicBool,
     asyncs: EventSource,
@@ -109,7 +109,7 @@ pub(crate) fn wake(channel: &Known) -> std::io::Result<()> {
 /// A deferred kick. The device said at the last ring that it polls by itself, but it may be long until it has a core.
 /// Several threads may use this at a time; a race can make a kick late, but does not lose it.
 #[derive(Default)]
-struct PutOff {
+struct DeferredKick {
     /// True until the device is found to have taken the last ring.
     waits: AtomicBool,
     /// Empty polls left until the device is kicked.
@@ -197,7 +197,7 @@ impl Context {
         let socket = f.socket().clone();
         let bell = Bell::new(page.span.clone()).ok_or(libc::EPROTO)?;
         let mut ctx = Context {
-            id: crate::memory::moved().add_door(bell.clone(), first.clone(), socket.clone()),
+            id: crate::memory::share_manager().add_door(bell.clone(), first.clone(), socket.clone()),
             bell,
             frontend: Mutex::new(f),
             arena: Mutex::new(arena),
@@ -209,7 +209,7 @@ impl Context {
             pid: getpid(),
             control: Mutex::new(control),
             wakes: vec![first],
-            kick: PutOff::default(),
+            kick: DeferredKick::default(),
             dead: AtomicBool::new(false),
             fatal_told: AtomicBool::new(false),
             asyncs,
@@ -495,6 +495,6 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        crate::memory::moved().remove_door(self.id);
+        crate::memory::share_manager().remove_door(self.id);
     }
 }

@@ -1,13 +1,13 @@
 //! The heap of the library: separate from the program's, and with a reserve.
 //!
-//! The library's own data never shares a page with the program's `malloc`. So whatever happens to pages that the program
-//! registers, moves or gives back, the library can use its data meanwhile; and a program that writes beyond its own blocks
-//! does not reach it as easily.
+//! The library's own data never shares a page with the program's `malloc`. So whatever happens to pages that the
+//! program registers, moves or gives back, the library can use its data meanwhile; and a program that writes beyond its
+//! own blocks does not reach it as easily.
 //!
-//! When the kernel has no more memory for the process (`RLIMIT_AS`, cgroups without overcommit), an allocation takes from the
-//! reserve, and [`Heap::is_low`] is true until memory can be had again: calls that would make something new then fail with
-//! `ENOMEM` before they begin. Rust code cannot go on after a failed allocation, so this is what keeps the library from
-//! ending the program.
+//! When the kernel has no more memory for the process (`RLIMIT_AS`, cgroups without overcommit), an allocation takes
+//! from the reserve, and [`Heap::is_low`] is true until memory can be had again: calls that would make something new
+//! then fail with `ENOMEM` before they begin. Rust code cannot go on after a failed allocation, so this is what keeps
+//! the library from ending the program.
 //!
 //! A fork holds the heap, by pthread_atfork handlers that [`set_up`] installs, so that the child finds it whole.
 //!

@@ -12,8 +12,8 @@ mod context;
 mod events;
 pub mod heap;
 mod memory;
+mod poll_rest;
 mod queues;
-mod rest;
 mod sync;
 
 pub use unirdma_mem::fds;

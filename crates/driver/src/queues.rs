@@ -8,10 +8,10 @@ use unirdma_mem::{CqTail, QpRings, Span};
 use unirdma_queues::{Batch, Completions, Held, Post, QueueLock, SendWr, WorkQueue};
 
 use crate::arena::Block;
-use crate::bounce::{SendRing, Taker};
+use crate::bounce::{BounceReader, SendRing};
 use crate::context::Context;
 use crate::memory::look_at_brief;
-use crate::rest::{self, Rest};
+use crate::poll_rest::{self, PollBackoff};
 use crate::{Result, lock};
 
 /// A completion queue.
@@ -27,7 +27,7 @@ struct Tails {
     /// CQEs that it holds.
     capacity: u32,
     rings: Completions<Vec<Block>>,
-    rest: Rest,
+    rest: PollBackoff,
 }
 
 /// A ring for at least `cqe` completions, its blocks and its slots.
@@ -61,8 +61,8 @@ impl Tails {
 }
 
 impl Cq {
-    /// A CQ for at least `cqe` completions, with events on completion event queue `comp_queue`. `alone`: no two threads use it
-    /// at a time.
+    /// A CQ for at least `cqe` completions, with events on completion event queue `comp_queue`. `alone`: no two threads
+    /// use it at a time.
     ///
     /// # Errors
     /// `EINVAL` if `cqe` is 0 or above the device's limit, otherwise the device's errno.
@@ -80,7 +80,7 @@ impl Cq {
         match resp {
             Ok(r) => {
                 let capacity = entries.min(ctx.device.config.max_cqe);
-                let tails = Tails { capacity, rings: Completions::new(tail, blocks), rest: Rest::default() };
+                let tails = Tails { capacity, rings: Completions::new(tail, blocks), rest: PollBackoff::default() };
                 Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: QueueLock::new(tails, alone) })
             }
             Err(e) => {
@@ -164,7 +164,7 @@ impl Cq {
             return Ok(n);
         }
         let lost = tail.rings.overrun();
-        let rests = max > 0 && tail.rest.in_vain(rest::clocks);
+        let rests = max > 0 && tail.rest.after_empty_poll(poll_rest::clocks);
         drop(tail);
         if lost || self.ctx.is_dead() {
             return Err(libc::EIO);
@@ -173,7 +173,7 @@ impl Cq {
             look_at_brief();
         }
         if rests {
-            rest::rest();
+            poll_rest::rest();
         }
         Ok(0)
     }
@@ -464,7 +464,7 @@ impl SendBatch<'_> {
                     let (qp, whole, index) = (self.qp, self.whole, work.post.prod);
                     let (ctx, pdn, max_inline) = (&*qp.ctx, qp.pdn, qp.cap.max_inline_data);
                     let WorkQueue { rings, post } = &mut *work;
-                    Taker { ctx, pdn, max_inline, rings, ring: taken, index }
+                    BounceReader { ctx, pdn, max_inline, rings, ring: taken, index }
                         .take(&mut head, s, || !(whole && post.prod != post.published) && publish(qp, rings, post))
                 } => {}
             // SAFETY: the caller vouches for the pieces.

@@ -1,6 +1,6 @@
 //! The control centre as a state machine: the state that is read, and the reports of hosts.
 //!
-//! *Changes* are prepared at a [`Desk`]; [`Centre::publish`] publishes one.
+//! *Changes* are prepared at a [`ChangeQueue`]; [`Centre::publish`] publishes one.
 //!
 //! *Hosts* are handled by [`Centre::hello`], [`Centre::applied`] and [`Centre::report`]. [`Centre::lacking`] computes
 //! the updates of a host from the revision that it has. No update waits in a queue, so a host that does not read costs
@@ -15,16 +15,16 @@ use std::sync::Arc;
 use rand_chacha::ChaCha20Rng;
 use rand_chacha::rand_core::SeedableRng;
 
-use crate::desk::{Desk, Facts, Given, MAX_LOG, News};
+use crate::change_queue::{ChangeQueue, Facts, Given, MAX_LOG, News};
 use crate::error::Refusal;
-use crate::live::Live;
+use crate::host_view::{HostView, Key, Keys};
+use crate::liveness::Live;
 use crate::model::{Kind, MAX_APPLY};
-use crate::questions::Seen;
+use crate::queries::Seen;
 use crate::records::{self, Write};
 use crate::state::{Name, State};
 use crate::tokens::Actor;
 use crate::v1::{self, item::Item};
-use crate::view::{Key, Keys, Sight};
 
 /// Capacity that a log keeps when its entries are dropped, in entries.
 const MAX_IDLE_LOG: usize = 16;
@@ -105,7 +105,7 @@ impl Centre {
     ///
     /// # Errors
     /// A record is damaged, or of another version.
-    pub fn load(revision: u64, records: &[Write], seed: [u8; 32]) -> Result<(Centre, Desk), Refusal> {
+    pub fn load(revision: u64, records: &[Write], seed: [u8; 32]) -> Result<(Centre, ChangeQueue), Refusal> {
         let mut state = State { revision, ..State::default() };
         state.take(records.iter().map(records::read).collect::<Result<Vec<_>, _>>()?)?;
         if state.fleet.is_empty() {
@@ -119,7 +119,7 @@ impl Centre {
             changes: VecDeque::new(),
             changes_floor: revision,
         };
-        let desk = Desk { state, behind: None, rng: ChaCha20Rng::from_seed(seed), given: Given::default() };
+        let desk = ChangeQueue { state, behind: None, rng: ChaCha20Rng::from_seed(seed), given: Given::default() };
         Ok((centre, desk))
     }
 
@@ -145,7 +145,7 @@ impl Centre {
     }
 
     /// Publishes a change made at the desk. Returns the hosts that it concerns.
-    pub fn publish(&mut self, desk: &mut Desk, news: News) -> Vec<Name> {
+    pub fn publish(&mut self, desk: &mut ChangeQueue, news: News) -> Vec<Name> {
         let new = Arc::new(std::mem::take(&mut desk.state));
         let old = std::mem::replace(&mut self.state, new);
         desk.behind = Some((old, news.revision, news.records));
@@ -170,8 +170,8 @@ impl Centre {
     /// Applies a change that is in the store, to both copies of the state.
     ///
     /// # Errors
-    /// As [`Desk::commit`].
-    pub fn commit(&mut self, desk: &mut Desk, revision: u64, writes: &[Write]) -> Result<Vec<Name>, Refusal> {
+    /// As [`ChangeQueue::commit`].
+    pub fn commit(&mut self, desk: &mut ChangeQueue, revision: u64, writes: &[Write]) -> Result<Vec<Name>, Refusal> {
         let news = desk.commit(revision, writes)?;
         Ok(self.publish(desk, news))
     }
@@ -245,7 +245,7 @@ impl Lacking {
 
     /// The updates, in parts; empty if no change concerns the host. This may take long. It needs no lock on the centre.
     pub fn updates(self) -> Vec<v1::Update> {
-        let sight = Sight::new(&self.state, &self.host);
+        let sight = HostView::new(&self.state, &self.host);
         let items: Vec<(Key, Option<v1::Item>)> = match &self.known {
             None => sight.whole().into_iter().map(|(k, i)| (k, Some(i))).collect(),
             Some((told, keys)) => {

@@ -16,36 +16,36 @@ pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.serde.rs"));
 }
 
+mod apply;
 mod audit;
 mod centre;
-mod declare;
-mod desk;
-mod draft;
+mod change_queue;
 mod error;
-mod live;
+mod host_view;
+mod liveness;
 mod model;
 mod net;
-mod questions;
+mod queries;
 mod records;
 mod secrets;
 mod state;
 mod tokens;
-mod view;
+mod transaction;
 
 pub use centre::{Centre, Lacking};
-pub use desk::{Desk, Facts, News, Outcome};
-pub use draft::Plan;
+pub use change_queue::{ChangeQueue, Facts, News, Outcome};
 #[cfg(any(feature = "client", feature = "server"))]
 pub use error::said;
 pub use error::{Kind as RefusalKind, Refusal, root_cause};
-pub use live::{Figures, Greeted, PROTOCOL, SILENCE_MS};
+pub use liveness::{Figures, Greeted, PROTOCOL, SILENCE_MS};
 pub use model::{Kind, Limit, MAX_APPLY, RULES, VRNICS, WATCHERS};
 pub use net::{Net, address};
-pub use questions::Seen;
+pub use queries::Seen;
 pub use records::Write;
 pub use secrets::STEP_DEADLINE_MS;
 pub use state::Name;
 pub use tokens::Actor;
+pub use transaction::Plan;
 
 /// The compiled .proto file, a `FileDescriptorSet`.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fleet.descriptors"));

@@ -7,10 +7,10 @@ use std::collections::BTreeSet;
 use rand_chacha::ChaCha20Rng;
 use rand_chacha::rand_core::Rng;
 
-use crate::draft::Draft;
 use crate::error::Refusal;
 use crate::model::{Kind, Selector, selector};
 use crate::state::{SecretName, State};
+use crate::transaction::Transaction;
 use crate::v1::{self, object::Object, secret_record::Step};
 
 /// How long a step waits for hosts that do not answer.
@@ -50,7 +50,7 @@ fn pair(a: &str, b: &str) -> (String, String) {
     (a.min(b).to_owned(), a.max(b).to_owned())
 }
 
-impl Draft<'_> {
+impl Transaction<'_> {
     fn new_secret(&mut self, of: &(String, String), id: u32, step: Step, rng: &mut ChaCha20Rng, now_ms: u64) {
         let mut value = vec![0; 32];
         rng.fill_bytes(&mut value);

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use sha2::{Digest, Sha256};
 
-use crate::draft::Draft;
 use crate::error::Refusal;
 use crate::model::{TOKENS, check_name};
 use crate::state::State;
+use crate::transaction::Transaction;
 use crate::v1::{self, Role};
 
 /// Most groups of a tenant's token, and most hosts.
@@ -228,7 +228,7 @@ impl State {
     }
 }
 
-impl Draft<'_> {
+impl Transaction<'_> {
     /// Makes a token, with a secret derived from `random`.
     pub fn create_token(
         &mut self,

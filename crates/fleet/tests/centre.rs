@@ -6,14 +6,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use unirdma_fleet::agent::Agent;
 use unirdma_fleet::v1::{self, item::Item, object::Object};
-use unirdma_fleet::{Actor, Centre, Desk, Outcome, Plan, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
+use unirdma_fleet::{Actor, Centre, ChangeQueue, Outcome, Plan, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
 
 const NOW: u64 = 1_800_000_000_000;
 
 /// A centre with its store, and hosts that apply their updates.
 struct World {
     centre: Centre,
-    desk: Desk,
+    desk: ChangeQueue,
     store: BTreeMap<String, Vec<u8>>,
     hosts: BTreeMap<String, Told>,
     admin: Actor,

@@ -1,13 +1,13 @@
 //! Several centres of one fleet, which follow the same store and exchange the reports of their hosts.
 
-use unirdma_fleet::{Actor, Centre, Desk, Outcome, RefusalKind, Write, v1};
+use unirdma_fleet::{Actor, Centre, ChangeQueue, Outcome, RefusalKind, Write, v1};
 
 const NOW: u64 = 1_800_000_000_000;
 
 /// Centres that commit the same changes, with their store.
 struct Fleet {
     centres: Vec<Centre>,
-    desks: Vec<Desk>,
+    desks: Vec<ChangeQueue>,
     records: std::collections::BTreeMap<String, Vec<u8>>,
 }
 

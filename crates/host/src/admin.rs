@@ -13,9 +13,9 @@ use unirdma_device::HoldTimes;
 
 use crate::centre::CentreInfo;
 use crate::confine::InForce;
-use crate::fdpass;
+use crate::encryption::SealInfo;
+use crate::ipc::fdpass;
 pub use crate::network::{Hidden, RulesInfo, WireInfo};
-use crate::seal::SealInfo;
 use crate::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
 /// A request.

@@ -8,30 +8,27 @@
 //! group's worker must never block another group's.
 
 pub mod admin;
+mod anti_spoof;
+mod background;
+mod capture;
 mod centre;
-mod clerk;
 pub mod confine;
+mod encryption;
 mod engine;
-mod faults;
-pub mod fdpass;
-mod filter;
+mod fault_injector;
+mod fdstore;
 mod firewall;
-mod guard;
-mod keeper;
-mod line;
+mod ipc;
 mod liveness;
 mod metrics;
 mod network;
-mod peers;
+mod peer_source;
+mod peers_file;
 mod port;
 mod process;
-mod protocol;
-mod seal;
-mod source;
-mod steer;
+mod rule_filter;
 mod supervisor;
 mod switch;
-mod tap;
 mod timer;
 mod tunnel;
 mod vrnic;
@@ -45,14 +42,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub use admin::Client;
+pub use anti_spoof::FrameDrops;
 pub use centre::{CentreConfig, CentreInfo, default_state};
+pub use encryption::{GroupSecrets, PairInfo, SealDrops, SealInfo, Secret, Secrets};
 pub use engine::{EngineConfig, Polling};
-pub use guard::FrameDrops;
-pub use keeper::keep;
+pub use fdstore::keep;
+pub use ipc::fdpass;
 pub use metrics::{DEFAULT_METRICS_VRNICS, MAX_METRICS_VRNICS, MetricsConfig};
 pub use network::Disagreement;
 pub use port::PortCounters;
-pub use seal::{GroupSecrets, PairInfo, SealDrops, SealInfo, Secret, Secrets};
 pub use tunnel::{TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
@@ -208,7 +206,7 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
 /// # Errors
 /// The peers file is invalid.
 pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
-    let peers = peers::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    let peers = peers_file::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 
@@ -249,7 +247,7 @@ pub fn serve(
     };
     let result = serve();
     supervisor.end();
-    for f in [ADMIN_SOCKET, keeper::SOCKET, network::ORDER_FILE] {
+    for f in [ADMIN_SOCKET, fdstore::SOCKET, network::ORDER_FILE] {
         let _ = std::fs::remove_file(dir.join(f));
     }
     for d in ["vrnics", "workers"] {

@@ -1,5 +1,5 @@
-//! Detection of stuck threads of a worker. One thread, the watcher, checks the [`Pulse`] of each other thread, and acts
-//! if that thread is stuck.
+//! Detection of stuck threads of a worker. One thread, the watcher, checks the [`Heartbeat`] of each other thread, and
+//! acts if that thread is stuck.
 //!
 //! * A poller has a seat. A job may access private memory of a process, and that process can make the access wait as
 //!   long as it likes. After [`SLOW_NS`] a new thread takes the seat, and the stuck thread ends when its access
@@ -20,7 +20,7 @@ use std::time::Duration;
 use unirdma_device::now_ns;
 
 use crate::confine::{self, Kind};
-use crate::engine::{Apart, Engine};
+use crate::engine::{CachePadded, Engine};
 
 /// Time after which a job is slow, ns: usually longer than a thread waits for a core on a busy machine.
 const SLOW_NS: u64 = 10_000_000;
@@ -36,9 +36,9 @@ const STUCK: u32 = 40;
 
 /// Since when a thread has worked, ns; 0 while it waits.
 #[derive(Default)]
-pub(crate) struct Pulse(AtomicU64);
+pub(crate) struct Heartbeat(AtomicU64);
 
-impl Pulse {
+impl Heartbeat {
     /// Called when the thread begins to work. Returns the time.
     pub fn begin(&self) -> u64 {
         let now = now_ns();
@@ -63,11 +63,11 @@ impl Pulse {
 
 /// A poller's seat, which one thread has at a time.
 #[derive(Default)]
-struct Seat {
+struct WatchedThread {
     /// Number of the thread that has it.
     holder: AtomicU64,
     /// Runs while that thread does a job that may be slow.
-    pulse: Pulse,
+    pulse: Heartbeat,
     /// Number of the job.
     job: AtomicU64,
 }
@@ -75,9 +75,9 @@ struct Seat {
 /// State that the watcher of a worker checks.
 #[derive(Default)]
 pub(crate) struct Liveness {
-    seats: Vec<Seat>,
-    pub control: Apart<Pulse>,
-    pub switch: Apart<Pulse>,
+    seats: Vec<WatchedThread>,
+    pub control: CachePadded<Heartbeat>,
+    pub switch: CachePadded<Heartbeat>,
     /// There are sessions.
     sessions: AtomicBool,
     /// There are jobs, or there were some since the last check.
@@ -87,7 +87,7 @@ pub(crate) struct Liveness {
 
 impl Liveness {
     pub fn new(pollers: usize) -> Self {
-        Liveness { seats: (0..pollers).map(|_| Seat::default()).collect(), ..Liveness::default() }
+        Liveness { seats: (0..pollers).map(|_| WatchedThread::default()).collect(), ..Liveness::default() }
     }
 
     /// Gives a seat to a thread that is about to start. Returns that thread's number.
@@ -170,7 +170,7 @@ fn run(engine: &Arc<Engine>, report: impl Fn(&'static str, u64)) {
                 let since_ns = pulse.since_ns();
                 *looks = if since_ns != 0 && since_ns == *before { *looks + 1 } else { 0 };
                 *before = since_ns;
-                heed(name, *looks, &report);
+                check_thread(name, *looks, &report);
             }
             // In this order, since a job that begins after the store wakes this thread.
             jobs.store(false, Ordering::SeqCst);
@@ -202,7 +202,7 @@ fn replace_slow(engine: &Arc<Engine>, seat: usize, now: u64) -> Option<(u64, u64
 }
 
 /// Reports a thread that has worked without a pause for `looks` checks, or ends the worker.
-fn heed(name: &'static str, looks: u32, report: impl Fn(&'static str, u64)) {
+fn check_thread(name: &'static str, looks: u32, report: impl Fn(&'static str, u64)) {
     let seconds = u64::from(looks) * LOOK_NS / 1_000_000_000;
     if looks > LONG && looks.is_multiple_of(2) {
         report(name, seconds);

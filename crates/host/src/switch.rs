@@ -19,21 +19,21 @@ use unirdma_device::{NetDevice, lock};
 use unirdma_formats::frame::{Claims, Heading};
 use unirdma_rnic::Sealed;
 
+use crate::anti_spoof::Guard;
 use crate::confine::{self, Kind};
+use crate::encryption::{GroupSecrets, SealInfo};
 use crate::engine::Engine;
-use crate::filter::{End, Filter};
-use crate::guard::Guard;
 use crate::network::{Changes, Plan};
-use crate::seal::{GroupSecrets, SealInfo};
+use crate::rule_filter::{End, Filter};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
 /// The way to an interface.
-enum Way {
+enum Route {
     Container(OwnedFd),
     Machine(Arc<NetDevice>),
 }
 
-impl Way {
+impl Route {
     /// Reads the next frame into `frame`, if there is one; returns its length.
     ///
     /// # Errors
@@ -41,8 +41,8 @@ impl Way {
     fn receive(&self, frame: &mut [u8]) -> Result<Option<usize>, ()> {
         use rustix::io::Errno;
         match self {
-            Way::Machine(m) => Ok(m.receive(frame)),
-            Way::Container(fd) => match rustix::io::read(fd, frame) {
+            Route::Machine(m) => Ok(m.receive(frame)),
+            Route::Container(fd) => match rustix::io::read(fd, frame) {
                 Ok(n) if n >= ETH_HEADER => Ok(Some(n)),
                 Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::NETDOWN) => Ok(None),
                 Err(_) => Err(()),
@@ -53,14 +53,14 @@ impl Way {
     /// Sends a frame. A full queue drops it, as a wire would.
     fn send(&self, frame: &[u8]) {
         match self {
-            Way::Machine(m) => m.send(frame),
-            Way::Container(fd) => _ = rustix::io::write(fd, frame),
+            Route::Machine(m) => m.send(frame),
+            Route::Container(fd) => _ = rustix::io::write(fd, frame),
         }
     }
 }
 
 struct Port {
-    way: Way,
+    way: Route,
     group: u32,
     guard: Arc<Guard>,
     /// The link is up: frames pass, both ways.
@@ -132,13 +132,13 @@ impl Switch {
         rustix::fs::fcntl_setfl(&fd, rustix::fs::OFlags::NONBLOCK)?;
         let mut ports = lock(&self.ports);
         epoll::add(&*self.epoll, &fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
-        ports.insert(id, Arc::new(Port { way: Way::Container(fd), group, guard, up: up.into() }));
+        ports.insert(id, Arc::new(Port { way: Route::Container(fd), group, guard, up: up.into() }));
         Ok(())
     }
 
     /// Adds the interface of a virtual machine under `id`; see [`Switch::add`].
     pub fn add_machine(&self, id: u64, device: Arc<NetDevice>, group: u32, guard: Arc<Guard>, up: bool) {
-        let port = Port { way: Way::Machine(device), group, guard, up: up.into() };
+        let port = Port { way: Route::Machine(device), group, guard, up: up.into() };
         lock(&self.ports).insert(id, Arc::new(port));
     }
 
@@ -167,7 +167,7 @@ impl Switch {
     /// repeat its last ones.
     pub fn remove(&self, id: u64) {
         let Some(port) = lock(&self.ports).remove(&id) else { return };
-        let Way::Container(fd) = &port.way else { return };
+        let Route::Container(fd) = &port.way else { return };
         let _ = epoll::delete(&*self.epoll, fd);
         let mut frame = vec![0; MAX_FRAME];
         (0..LAST_TURNS).any(|_| !self.turn(id, &port, &mut frame));
@@ -202,7 +202,7 @@ impl Switch {
                     continue;
                 }
                 let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
-                if self.turn(id, &port, &mut frame) && matches!(port.way, Way::Machine(_)) {
+                if self.turn(id, &port, &mut frame) && matches!(port.way, Route::Machine(_)) {
                     more.push(id);
                 }
             }

@@ -8,7 +8,7 @@ use unirdma_formats::{Gid, Mac};
 use unirdma_link::{Ledger, Resource};
 use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, MrNote, QpInfo, Share};
 
-use crate::guard::FrameDrops;
+use crate::anti_spoof::FrameDrops;
 
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -391,8 +391,9 @@ const MAX_MULTICAST_GROUPS: u32 = 8192;
 
 /// The configuration space of a vRNIC.
 pub(crate) fn device_config(hardware: Hardware, l: &Limits) -> abi::Config {
-    // RESIZE_MAX_WR | BAD_PKEY_CNTR | BAD_QKEY_CNTR | CURR_QP_STATE_MOD | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN |
-    // SRQ_RESIZE | MEM_WINDOW | XRC | MEM_MGT_EXTENSIONS | MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE.
+    // RESIZE_MAX_WR | BAD_PKEY_CNTR | BAD_QKEY_CNTR | CURR_QP_STATE_MOD | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID |
+    // RC_RNR_NAK_GEN | SRQ_RESIZE | MEM_WINDOW | XRC | MEM_MGT_EXTENSIONS | MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL |
+    // ATOMIC_WRITE.
     const CAPS: u64 = 1 << 0
         | 1 << 1
         | 1 << 2

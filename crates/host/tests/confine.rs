@@ -398,7 +398,7 @@ fn fatal(root: bool) {
 }
 
 fn refused(root: bool) {
-    use Kind::{Capture, Clerk, Closer, Control, Poller, Switch, Watcher};
+    use Kind::{Background, Capture, Closer, Control, Poller, Switch, Watcher};
     const CALLS: [&str; 11] = [
         "openat",
         "kill",
@@ -414,17 +414,17 @@ fn refused(root: bool) {
     ];
     const SOME: [(&str, i32, &[Kind]); 12] = [
         ("clone3", ENOSYS, &[Control, Watcher]),
-        ("clone3", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
+        ("clone3", EPERM, &[Poller, Switch, Capture, Closer, Background]),
         ("clone", EPERM, &Kind::ALL),
-        ("memfd_create", EPERM, &[Capture, Closer, Clerk]),
-        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Clerk]),
-        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Clerk]),
-        ("pread", EPERM, &[Switch, Capture, Closer, Clerk]),
-        ("epoll_wait", EPERM, &[Capture, Closer, Clerk]),
-        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer, Clerk]),
-        ("sched_setattr", EPERM, &[Control, Poller, Watcher, Switch, Capture, Closer, Clerk]),
-        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
-        ("sendmsg", EPERM, &[Closer, Clerk]),
+        ("memfd_create", EPERM, &[Capture, Closer, Background]),
+        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Background]),
+        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Background]),
+        ("pread", EPERM, &[Switch, Capture, Closer, Background]),
+        ("epoll_wait", EPERM, &[Capture, Closer, Background]),
+        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer, Background]),
+        ("sched_setattr", EPERM, &[Control, Poller, Watcher, Switch, Capture, Closer, Background]),
+        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer, Background]),
+        ("sendmsg", EPERM, &[Closer, Background]),
     ];
     const DONE: [(&str, i32, &[Kind]); 6] = [
         ("memfd_create", 0, &[Control, Poller, Watcher, Switch]),

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::foreign::Foreign;
-use crate::ledger::Ledger;
+use crate::accounts::Ledger;
+use crate::blocking_fd::BlockingFd;
 use crate::memory::{Memory, Refused, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
@@ -40,8 +40,8 @@ pub struct Vring {
     pub avail: u64,
     pub used: u64,
     pub base: u16,
-    pub kick: Option<Arc<Foreign>>,
-    pub call: Option<Arc<Foreign>>,
+    pub kick: Option<Arc<BlockingFd>>,
+    pub call: Option<Arc<BlockingFd>>,
     pub enabled: bool,
     pub addressed: bool,
 }
@@ -99,7 +99,7 @@ pub enum Progress {
 
 /// One vhost-user connection, backend side.
 pub struct Backend {
-    sock: Foreign,
+    sock: BlockingFd,
     rx: Receiver,
     memory: Memory,
     vrings: Vec<Vring>,
@@ -166,14 +166,14 @@ struct Addr {
 
 impl Backend {
     /// Serves `sock`, which must be non-blocking, with `queues` vrings. Resources are charged to `ledger`.
-    pub fn new(sock: Foreign, queues: usize, ledger: Ledger) -> Self {
+    pub fn new(sock: BlockingFd, queues: usize, ledger: Ledger) -> Self {
         let vrings = (0..queues).map(|_| Vring::default()).collect();
         let rx = Receiver::new(ledger.clone());
         Backend { sock, rx, memory: Memory::new(ledger), vrings, status: 0, refuses: None }
     }
 
     /// Serves `sock` for a frontend that may only read the configuration space.
-    pub fn look_only(sock: Foreign, ledger: Ledger, why: Refusal) -> Self {
+    pub fn look_only(sock: BlockingFd, ledger: Ledger, why: Refusal) -> Self {
         Backend { refuses: Some(why), ..Self::new(sock, 0, ledger) }
     }
 
@@ -418,7 +418,7 @@ fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, 
     }
 }
 
-fn is_eventfd(fd: &Foreign) -> bool {
+fn is_eventfd(fd: &BlockingFd) -> bool {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd.as_fd())));
     name.is_ok_and(|n| n.as_os_str() == "anon_inode:[eventfd]")
 }

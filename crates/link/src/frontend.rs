@@ -12,7 +12,7 @@ use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto
 use zerocopy::IntoBytes;
 
 use crate::backend::Refusal;
-use crate::foreign::Foreign;
+use crate::blocking_fd::BlockingFd;
 use crate::memory::RegionDesc;
 use crate::msg::{self, MAX_PAYLOAD, Message, NEED_REPLY, REPLY, Receiver};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
@@ -200,7 +200,7 @@ impl Frontend {
     pub fn open_channel(&mut self, number: u32) -> io::Result<OwnedFd> {
         self.send(msg::OPEN_CHANNEL, NEED_REPLY, [number, 0].as_bytes(), &[])?;
         let mut answer = self.answer(msg::OPEN_CHANNEL)?;
-        if let Some((fd, _)) = answer.fds.pop().and_then(Foreign::into_parts) {
+        if let Some((fd, _)) = answer.fds.pop().and_then(BlockingFd::into_parts) {
             return Ok(fd);
         }
         if answer.payload == (Refusal::TooManyUsers as u64).to_ne_bytes() {

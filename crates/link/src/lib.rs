@@ -5,24 +5,24 @@
 //! device crate use). It must never know what a control command means. A malformed or refused request must never end a
 //! session by itself: it is answered.
 
+mod accounts;
+mod async_signal;
 mod backend;
+mod blocking_fd;
 mod driver_queue;
-mod filled;
-mod foreign;
 mod frontend;
-mod ledger;
 mod memory;
 mod msg;
-mod signal;
+mod sparse_account;
 
+pub use accounts::{KINDS, Kept, Ledger, Resource, Ticket};
+pub use async_signal::signal;
 pub use backend::{Backend, Handler, Progress, Refusal, Vring};
+pub use blocking_fd::{BlockingFd, Closer};
 pub use driver_queue::{DriverQueue, Segment};
-pub use foreign::{Closer, Foreign};
 pub use frontend::Frontend;
-pub use ledger::{KINDS, Kept, Ledger, Resource, Ticket};
 pub use memory::{Gathered, MAX_MAPPED, MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionDesc};
 pub use msg::{CLOSE_CHANNEL, MAX_FDS, MAX_PAYLOAD, Message, OPEN_CHANNEL, RETURN_EVENTS, Receiver, send};
-pub use signal::signal;
 pub use unirdma_mem::fds;
 
 /// `VIRTIO_F_VERSION_1`.

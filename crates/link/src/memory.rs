@@ -11,9 +11,9 @@ use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::filled::Filled;
-use crate::foreign::Foreign;
-use crate::ledger::{Ledger, Resource, Ticket};
+use crate::accounts::{Ledger, Resource, Ticket};
+use crate::blocking_fd::BlockingFd;
+use crate::sparse_account::SparseAccount;
 
 /// Most regions of one session.
 pub const MAX_REGIONS: usize = 1024;
@@ -118,7 +118,7 @@ pub struct Region {
     pub desc: RegionDesc,
     kind: Kind,
     /// Bytes that the virtual layer has allocated in the region's file.
-    filled: Arc<Filled>,
+    filled: Arc<SparseAccount>,
     /// For the region's descriptor.
     _ticket: Ticket,
 }
@@ -147,7 +147,7 @@ pub struct Memory {
     next_id: u64,
     ledger: Ledger,
     /// Bytes allocated through mappings that span several regions.
-    filled: Arc<Filled>,
+    filled: Arc<SparseAccount>,
 }
 
 impl Ledger {
@@ -174,7 +174,7 @@ fn map_tickets(ledger: &Ledger, pieces: usize, bytes: u64) -> Result<[Ticket; 2]
 }
 
 impl Region {
-    fn new(id: u64, desc: RegionDesc, fd: Foreign, ledger: &Ledger) -> Result<Self, Refused> {
+    fn new(id: u64, desc: RegionDesc, fd: BlockingFd, ledger: &Ledger) -> Result<Self, Refused> {
         let file = |e: &dyn std::fmt::Display| Refused::File(e.to_string());
         let may_be_process = desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr;
         let memory = is_memory(fd.as_fd());
@@ -184,7 +184,7 @@ impl Region {
         if !memory {
             ProcMem::check(fd.as_fd()).map_err(|e| file(&e))?;
         }
-        let filled = Arc::new(Filled::new(ledger.clone()));
+        let filled = Arc::new(SparseAccount::new(ledger.clone()));
         // Closing a descriptor of either kind does not wait.
         let (fd, ticket) = fd.into_parts().ok_or(Refused::Unknown)?;
         let kind = if !memory {
@@ -241,7 +241,7 @@ impl Region {
 impl Memory {
     /// Memory without regions, on the account `ledger`.
     pub fn new(ledger: Ledger) -> Self {
-        Memory { filled: Arc::new(Filled::new(ledger.clone())), ledger, ..Memory::default() }
+        Memory { filled: Arc::new(SparseAccount::new(ledger.clone())), ledger, ..Memory::default() }
     }
 
     /// A ticket for an MR's list of `pages` pages.
@@ -261,7 +261,7 @@ impl Memory {
     ///
     /// # Errors
     /// See [`Refused`]; the memory is as before.
-    pub fn add(&mut self, desc: RegionDesc, fd: Foreign) -> Result<(), Refused> {
+    pub fn add(&mut self, desc: RegionDesc, fd: BlockingFd) -> Result<(), Refused> {
         let end = desc.bus_addr.checked_add(desc.size).ok_or(Refused::Range)?;
         desc.user_addr.checked_add(desc.size).ok_or(Refused::Range)?;
         if self.regions.len() >= MAX_REGIONS {
@@ -479,14 +479,14 @@ impl Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::KINDS;
+    use crate::accounts::KINDS;
     use std::sync::atomic::Ordering;
     use unirdma_mem::{Loc, MemFd};
 
     fn add(m: &mut Memory, f: &MemFd, bus: u64, off: u64, size: u64) -> Result<(), Refused> {
         let desc = RegionDesc { bus_addr: bus, size, user_addr: bus + 7, mmap_offset: off };
         let ticket = m.ledger.hold(Resource::Descriptors, 1)?;
-        m.add(desc, Foreign::new(f.fd().try_clone_to_owned().unwrap(), ticket))
+        m.add(desc, BlockingFd::new(f.fd().try_clone_to_owned().unwrap(), ticket))
     }
 
     fn window((memory, ids): (Gathered, Vec<u64>)) -> (Span, Vec<u64>) {
@@ -508,7 +508,7 @@ mod tests {
         assert!(matches!(add(&mut m, &f, 0x20000, 4096, 8192), Err(Refused::File(_))));
         let exe = OwnedFd::from(std::fs::File::open("/proc/self/exe").unwrap());
         let desc = RegionDesc { bus_addr: 0x40000, size: 4096, user_addr: 0, mmap_offset: 0 };
-        assert!(matches!(m.add(desc, Foreign::refused(exe, &Ledger::default())), Err(Refused::File(_))));
+        assert!(matches!(m.add(desc, BlockingFd::refused(exe, &Ledger::default())), Err(Refused::File(_))));
         assert_eq!(m.regions().len(), 1);
     }
 
@@ -628,7 +628,7 @@ mod tests {
         for bus_addr in [1 << 30, 1 << 31] {
             let desc = RegionDesc { bus_addr, size: 1 << 20, user_addr: bus_addr, mmap_offset: 0 };
             let ticket = ledger.take(Resource::Descriptors, 1).unwrap();
-            m.add(desc, Foreign::new(file.try_clone().unwrap(), ticket)).unwrap();
+            m.add(desc, BlockingFd::new(file.try_clone().unwrap(), ticket)).unwrap();
         }
         let fill = |at: u64| m.span(at, 1 << 20).unwrap().write(0, &[1; 41 * 4096]);
         [1 << 30, 1 << 31].into_iter().for_each(fill);

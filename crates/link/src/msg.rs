@@ -9,8 +9,8 @@ use rustix::net::{
     recvmsg, sendmsg,
 };
 
-use crate::foreign::Foreign;
-use crate::ledger::{Ledger, Resource};
+use crate::accounts::{Ledger, Resource};
+use crate::blocking_fd::BlockingFd;
 
 /// Longest payload that is parsed, in bytes.
 pub const MAX_PAYLOAD: usize = 4096;
@@ -45,7 +45,7 @@ pub struct Message {
     /// At most [`MAX_PAYLOAD`] bytes.
     pub payload: Vec<u8>,
     /// Descriptors that arrived with the message.
-    pub fds: Vec<Foreign>,
+    pub fds: Vec<BlockingFd>,
     /// The payload was longer than [`MAX_PAYLOAD`]; the rest was dropped.
     pub oversized: bool,
 }
@@ -56,7 +56,7 @@ pub struct Receiver {
     head: [u8; HEADER],
     have: usize,
     payload: Vec<u8>,
-    fds: Vec<Foreign>,
+    fds: Vec<BlockingFd>,
     /// The account of the descriptors.
     ledger: Ledger,
 }
@@ -92,10 +92,10 @@ impl Receiver {
             let got = recvmsg(sock, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)?;
             for m in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(fds) = m {
-                    self.fds.extend(fds.map(|fd| Foreign::new(fd, self.ledger.charge(Resource::Descriptors, 1))));
+                    self.fds.extend(fds.map(|fd| BlockingFd::new(fd, self.ledger.charge(Resource::Descriptors, 1))));
                 }
             }
-            if self.fds.len() > MAX_FDS || self.fds.iter().any(Foreign::is_beyond) {
+            if self.fds.len() > MAX_FDS || self.fds.iter().any(BlockingFd::is_beyond) {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "too many descriptors beside a message"));
             }
             if got.bytes == 0 {

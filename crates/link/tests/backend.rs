@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, eventfd};
 use unirdma_link::{
-    Backend, CLOSE_CHANNEL, Foreign, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL,
+    Backend, BlockingFd, CLOSE_CHANNEL, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL,
     Progress, RETURN_EVENTS, Receiver, Refusal, Resource, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring,
     send,
 };
@@ -67,8 +67,8 @@ fn event() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC).unwrap()
 }
 
-fn foreign(fd: OwnedFd) -> Foreign {
-    Foreign::refused(fd, &Ledger::default())
+fn foreign(fd: OwnedFd) -> BlockingFd {
+    BlockingFd::refused(fd, &Ledger::default())
 }
 
 fn file() -> OwnedFd {

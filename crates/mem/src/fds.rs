@@ -21,8 +21,8 @@ fn bases(limit: u64) -> [RawFd; 5] {
     [top - top / 16, top * 3 / 4, top / 2, top / 4, STANDARD].map(|b| b.max(STANDARD))
 }
 
-/// Moves a descriptor to a high number: never 0 to 2, close-on-exec, and below 1024 while there is room, since a program may
-/// pass it to `select(2)`. The old number is closed; it stays if it is the last that the process may have.
+/// Moves a descriptor to a high number: never 0 to 2, close-on-exec, and below 1024 while there is room, since a
+/// program may pass it to `select(2)`. The old number is closed; it stays if it is the last that the process may have.
 ///
 /// # Errors
 /// `EMFILE` if no number from 3 on is free. The descriptor is closed then.

@@ -1,11 +1,11 @@
 //! SIGBUS under a foreign mapping hurts only the mapping's owner. Its causes are a file that its owner truncated, a
 //! hole for which there is no memory or no room on its owner's account, and a missing huge page.
 //!
-//! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the fault up there and puts memory
-//! of our own under the *whole* range, so that one range faults once, whatever its pages are, and mappings become fewer and not more.
-//! That memory belongs to a file made beforehand, in which each address has its own place: the mapping counts against no limit of
-//! memory, and threads that fault at the same time put the same bytes there. Then the range is broken, and [`events`] says that one is.
-//! Any other SIGBUS takes its default course.
+//! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the fault up there
+//! and puts memory of our own under the *whole* range, so that one range faults once, whatever its pages are, and
+//! mappings become fewer and not more. That memory belongs to a file made beforehand, in which each address has its own place: the mapping
+//! counts against no limit of memory, and threads that fault at the same time put the same bytes there. Then the range
+//! is broken, and [`events`] says that one is. Any other SIGBUS takes its default course.
 //!
 //! A hole for which there is room is filled by the handler ([`crate::holes`]), and nothing breaks.
 
@@ -24,7 +24,8 @@ use crate::holes::{self, Account, Filled, Room, Watch};
 pub const MAX_MAPPINGS: usize = 65_536;
 /// Bytes of the file that replaces memory that is gone: as many as there are addresses.
 const SPARE_BYTES: u64 = 1 << 47;
-/// Faults in one range before the handler gives up: threads may fault at the same time, but nothing faults again afterwards.
+/// Faults in one range before the handler gives up: threads may fault at the same time, but nothing faults again
+/// afterwards.
 const MAX_FAULTS: u32 = 10_000;
 /// Number of times in succession that a page of one range was there already when it was to be made. Then the page is
 /// there but cannot be used.
@@ -116,7 +117,8 @@ pub(crate) fn forget(slot: &Slot) {
     }
     let account = r.account.swap(null_mut(), Ordering::SeqCst);
     if !account.is_null() {
-        // SAFETY: `remember` made it of a box. The handler uses it only while somebody accesses the range, and nobody does any more.
+        // SAFETY: `remember` made it of a box. The handler uses it only while somebody accesses the range, and nobody
+        // does any more.
         drop(unsafe { Box::from_raw(account) });
     }
     r.start.store(0, Ordering::SeqCst);
@@ -167,7 +169,8 @@ pub fn events() -> Option<BorrowedFd<'static>> {
 /// since signal dispositions are the application's.
 ///
 /// # Errors
-/// Those of `memfd_create(2)`, `ftruncate(2)` and `eventfd(2)`. Without userfaultfd(2) nobody counts holes ([`counts_holes`]).
+/// Those of `memfd_create(2)`, `ftruncate(2)` and `eventfd(2)`. Without userfaultfd(2) nobody counts holes
+/// ([`counts_holes`]).
 pub fn install() -> io::Result<()> {
     if INSTALLED.get().is_some() {
         return Ok(());
@@ -192,7 +195,8 @@ pub fn install() -> io::Result<()> {
 /// Makes the descriptor of [`events`] readable.
 fn notify(i: &Installed) {
     let one = 1u64;
-    // SAFETY: a plain system call that writes eight bytes of a local variable to our own descriptor, which never blocks.
+    // SAFETY: a plain system call that writes eight bytes of a local variable to our own descriptor, which never
+    // blocks.
     unsafe { libc::write(i.event.as_raw_fd(), (&raw const one).cast(), 8) };
 }
 
@@ -253,8 +257,8 @@ fn replace(addr: usize) -> bool {
     if faults >= MAX_FAULTS {
         return false;
     }
-    // SAFETY: a plain system call; the range is one that this process mapped for a peer, whole, and that nobody unmaps while
-    // somebody accesses it.
+    // SAFETY: a plain system call; the range is one that this process mapped for a peer, whole, and that nobody unmaps
+    // while somebody accesses it.
     let mapped = unsafe {
         libc::mmap(
             start as *mut _,

@@ -90,7 +90,8 @@ pub fn touched() -> Touched {
     TOUCHED.get()
 }
 
-/// This thread has touched a hole. It is called in a signal handler: the variables need no initialization and no destructor.
+/// This thread has touched a hole. It is called in a signal handler: the variables need no initialization and no
+/// destructor.
 pub(crate) fn note(addr: usize) {
     TOUCHED.set(Touched { times: TOUCHED.get().times + 1, last: addr });
 }

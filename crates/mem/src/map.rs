@@ -110,8 +110,9 @@ fn move_into(into: Mapping, at: *mut u8, piece: NonNull<u8>, len: usize) -> Resu
     match moved {
         Ok(_) => Ok(into),
         Err(e) => {
-            // The kernel has no memory left for its own tables, and may have unmapped the place already. The range is given up,
-            // with what was held for it: unmapping it could meet a mapping that somebody else has made there since.
+            // The kernel has no memory left for its own tables, and may have unmapped the place already. The range is
+            // given up, with what was held for it: unmapping it could meet a mapping that somebody else has made there
+            // since.
             std::mem::forget(into);
             // SAFETY: as above.
             let _ = unsafe { rustix::mm::munmap(piece, len) };
@@ -149,8 +150,9 @@ pub fn map_file(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapError
 }
 
 /// Maps pieces of memory files one after the other into one contiguous window (U20). All but the last
-/// must be whole pages of their files long. `hold` is kept as long as the window is mapped. `account` counts the pages that this process
-/// makes in holes of the files; huge pages come from what an operator has set aside, and are not counted.
+/// must be whole pages of their files long. `hold` is kept as long as the window is mapped. `account` counts the pages
+/// that this process makes in holes of the files; huge pages come from what an operator has set aside, and are not
+/// counted.
 ///
 /// # Errors
 /// See [`MapError`].
@@ -211,8 +213,8 @@ pub fn map_pieces(
     Ok(unsafe { Span::new(ptr, len, Arc::new(mapping)) })
 }
 
-/// Maps `len` bytes of memory that a device file offers at `off`: rings that the kernel's driver has made. A child of this process
-/// does not inherit them.
+/// Maps `len` bytes of memory that a device file offers at `off`: rings that the kernel's driver has made. A child of
+/// this process does not inherit them.
 ///
 /// # Errors
 /// `BadRange` if `off` is not page aligned or there are no bytes, or the errors of `mmap(2)`.
@@ -237,8 +239,8 @@ impl Span {
     }
 }
 
-/// Gives a file of our own its size. Beyond the process's `RLIMIT_FSIZE` that is an error and no signal: SIGXFSZ would end
-/// a program that knows nothing of this file.
+/// Gives a file of our own its size. Beyond the process's `RLIMIT_FSIZE` that is an error and no signal: SIGXFSZ would
+/// end a program that knows nothing of this file.
 ///
 /// # Errors
 /// Those of `ftruncate(2)`: `EFBIG` beyond the limit.
@@ -275,7 +277,8 @@ impl MemFd {
     /// A zeroed file of `len` bytes, rounded up to pages. It cannot shrink.
     ///
     /// # Errors
-    /// Those of `memfd_create(2)`, `ftruncate(2)` (also `EFBIG` where it raises SIGXFSZ, see [`set_size`]) and `mmap(2)`.
+    /// Those of `memfd_create(2)`, `ftruncate(2)` (also `EFBIG` where it raises SIGXFSZ, see [`set_size`]) and
+    /// `mmap(2)`.
     pub fn new(name: &CStr, len: usize) -> Result<Self, MapError> {
         let len = (len as u64).checked_next_multiple_of(page()).ok_or(MapError::BadRange)?;
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;

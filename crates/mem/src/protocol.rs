@@ -1,6 +1,6 @@
-//! The handshakes between a driver and a device, over any words: the doorbell's need-kick word and the CQ's arm word, for
-//! a device that may sleep, the flags by which either side of a split virtqueue asks the other for no notifications, and
-//! the doorbell's copying and moving words, for a driver that moves pages of its process.
+//! The handshakes between a driver and a device, over any words: the doorbell's need-kick word and the CQ's arm word,
+//! for a device that may sleep, the flags by which either side of a split virtqueue asks the other for no
+//! notifications, and the doorbell's copying and moving words, for a driver that moves pages of its process.
 //!
 //! All are the same pattern: each side stores its own word, fences, and only then loads the other's,
 //! so at least one of the two sees the other. The functions are generic over the words so that `loom`
@@ -38,7 +38,8 @@ pub trait Word64 {
 pub trait Fence {
     /// Sequentially consistent fence.
     fn fence(&self);
-    /// The same right after [`Word64::or`] or [`Word64::take`]. On some processors such an instruction is a fence already.
+    /// The same right after [`Word64::or`] or [`Word64::take`]. On some processors such an instruction is a fence
+    /// already.
     fn fence_after_change(&self) {
         self.fence();
     }

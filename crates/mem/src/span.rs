@@ -158,8 +158,8 @@ impl Span {
         let _ = off;
     }
 
-    /// Asks for the cache line of a byte that is about to be written, so that no other core has it then; nothing if the byte is not in
-    /// the window.
+    /// Asks for the cache line of a byte that is about to be written, so that no other core has it then; nothing if the
+    /// byte is not in the window.
     #[inline]
     pub(crate) fn prefetch_to_write(&self, off: usize) {
         #[cfg(target_arch = "x86_64")]

@@ -186,7 +186,8 @@ fn steady<R>(bell: Option<&Bell>, end: Fault, f: impl FnOnce() -> Result<R, Faul
 /// poll on it (DESIGN, application memory). `scratch` bounces a copy between two processes.
 ///
 /// # Errors
-/// The end whose memory is gone, or moves, or has fewer bytes. A mapped range that leaves its window is a fault of that end too.
+/// The end whose memory is gone, or moves, or has fewer bytes. A mapped range that leaves its window is a fault of that
+/// end too.
 ///
 /// # Panics
 /// If the destination is [`Loc::Bytes`], or `scratch` is empty when both ends are processes.
@@ -287,7 +288,8 @@ fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
 /// (`IBV_ATOMIC_HCA`).
 ///
 /// # Errors
-/// [`Fault::Destination`] if the word cannot be reached as a whole or is not 8-byte aligned, or [`Fault::DestinationMoves`].
+/// [`Fault::Destination`] if the word cannot be reached as a whole or is not 8-byte aligned, or
+/// [`Fault::DestinationMoves`].
 ///
 /// # Panics
 /// If `at` is [`Loc::Bytes`].
@@ -325,8 +327,8 @@ pub fn atomic_u64(at: Place<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
     }
 }
 
-/// Eight bytes at any address. The compiler moves it by one load and one store where the processor can; it moves the elements of an
-/// array one by one, if the access is volatile.
+/// Eight bytes at any address. The compiler moves it by one load and one store where the processor can; it moves the
+/// elements of an array one by one, if the access is volatile.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
 struct Word(u64);

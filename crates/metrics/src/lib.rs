@@ -1,5 +1,5 @@
-//! The text format of Prometheus, version 0.0.4, for the pages of hosts and of the control centre. The crate writes text: it has no registry,
-//! no socket and no clock, and depends on nothing.
+//! The text format of Prometheus, version 0.0.4, for the pages of hosts and of the control centre. The crate writes
+//! text: it has no registry, no socket and no clock, and depends on nothing.
 
 use std::fmt::{self, Write};
 

@@ -1,7 +1,8 @@
 //! Rules between groups of vRNICs: which side may begin to talk to which. `docs/rules.md` has the full meaning.
 //!
-//! This crate has the rules as data, their text, and their evaluation. It knows no host, no connection and no packet, and depends on no other
-//! crate of the workspace, so that the control centre, the supervisor, the workers and the tests all ask the same code.
+//! This crate has the rules as data, their text, and their evaluation. It knows no host, no connection and no packet,
+//! and depends on no other crate of the workspace, so that the control centre, the supervisor, the workers and the
+//! tests all ask the same code.
 //!
 //! The time of an answer of a [`Policy`] does not depend on the number of rules.
 

@@ -102,7 +102,8 @@ fn a_program_can_do_all_that_the_kernel_allows() {
 /// # Safety
 /// The provider is loaded.
 unsafe fn play(k: &Kernel) {
-    // SAFETY: by the contract, and as the manual pages demand: all objects are the test's and live as long as they are used.
+    // SAFETY: by the contract, and as the manual pages demand: all objects are the test's and live as long as they are
+    // used.
     unsafe {
         let device = &**k.at::<*const verbs_device_ops>("device_ops");
         assert_eq!(std::ffi::CStr::from_ptr(device.name), c"unirdma");

@@ -1,4 +1,5 @@
-//! Protection domains as C programs have them, thread domains, and parent domains, which are a PD and a thread domain in one.
+//! Protection domains as C programs have them, thread domains, and parent domains, which are a PD and a thread domain
+//! in one.
 //!
 //! The device does not know parent domains: their objects are in their PD.
 

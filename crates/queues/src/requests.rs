@@ -121,8 +121,8 @@ fn next_key(rkey: u32) -> u32 {
     rkey & 0xffff_ff00 | rkey.wrapping_add(1) & 0xff
 }
 
-/// The head of the request by which `ibv_bind_mw(3)` binds a window of type 1, and the window's key afterwards: it changes with each
-/// binding.
+/// The head of the request by which `ibv_bind_mw(3)` binds a window of type 1, and the window's key afterwards: it
+/// changes with each binding.
 ///
 /// # Errors
 /// `EINVAL` for objects of different PDs, an unknown access, a range without an MR, or a QP that is not in RTS.

@@ -127,7 +127,8 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Writes the head of the next send, whose data is in the slot already. The device sees it with [`Post::publish_sends`].
+    /// Writes the head of the next send, whose data is in the slot already. The device sees it with
+    /// [`Post::publish_sends`].
     #[inline]
     pub fn put_head(&mut self, head: &abi::SqWqe) {
         self.rings.sq_put(self.post.prod, 0, head.as_bytes());

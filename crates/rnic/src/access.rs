@@ -7,13 +7,13 @@ use unirdma_formats::{Lkey, Qpn, Rkey, WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, Place, Span, copy_mapped, fetch, holes, transfer};
 
 use crate::objects::{
-    Backing, Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, VnicId, Work,
+    Backing, BounceMemory, Mr, MrTable, Objects, Qp, Reach, Recv, SendOp, Session, SessionId, SessionKind, VrnicId,
 };
 use crate::slab::Slab;
 
 /// Why bytes of a message were not moved at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Miss {
+pub(crate) enum NeedsJob {
     /// The memory is gone, or moves.
     Fault(Fault),
     /// Only a job can reach the bytes. They lie in the private memory of a process, which takes system calls and may be
@@ -21,9 +21,9 @@ pub(crate) enum Miss {
     Job,
 }
 
-impl From<Fault> for Miss {
+impl From<Fault> for NeedsJob {
     fn from(fault: Fault) -> Self {
-        Miss::Fault(fault)
+        NeedsJob::Fault(fault)
     }
 }
 
@@ -39,7 +39,7 @@ pub(crate) enum Side<'a> {
     /// Gather list of bus addresses of a session.
     Bus { session: SessionId, sges: &'a [abi::Sge] },
     /// A record of the session's stage.
-    Stage { session: SessionId, data: u64, room: u64 },
+    BounceMemory { session: SessionId, data: u64, room: u64 },
 }
 
 /// Most pieces that one slice of a message moves. To look up this many pieces takes about as long as a turn.
@@ -55,7 +55,7 @@ pub(crate) struct Tables<'a> {
     pub mrs: &'a MrTable,
     pub sessions: &'a Slab<Session, SessionKind>,
     /// The vRNIC in whose memory a hole was touched last.
-    pub touched: &'a Cell<Option<VnicId>>,
+    pub touched: &'a Cell<Option<VrnicId>>,
     /// Number of pieces that messages were cut into, not counting the first piece of each message.
     pub pieces: &'a Cell<u64>,
 }
@@ -71,7 +71,7 @@ impl<'a> Tables<'a> {
     /// A place of `len` bytes in the stage of a session.
     fn stage(&self, session: SessionId, off: u64, len: u64) -> Option<Place<'a>> {
         let s = self.sessions.get(session.0)?;
-        Some(s.memory_state.place(Place::new(Loc::Mapped(s.stage.as_ref().map(Stage::span)?, off), len)))
+        Some(s.memory_state.place(Place::new(Loc::Mapped(s.stage.as_ref().map(BounceMemory::span)?, off), len)))
     }
 
     /// The place of a range of an MR, or of its first bytes if the range lies in several places.
@@ -158,7 +158,7 @@ impl<'a> Tables<'a> {
             Side::Bus { session, sges } => {
                 sges.iter().all(|s| s.length == 0 || self.by_bus(session, s.addr, s.length.into()).is_some())
             }
-            Side::Stage { room, .. } => len <= room,
+            Side::BounceMemory { room, .. } => len <= room,
         }
     }
 
@@ -204,7 +204,7 @@ impl<'a> Tables<'a> {
                 let n = max.min(u64::from(s.length) - skip);
                 self.by_bus(session, s.addr.checked_add(skip)?, n)
             }
-            Side::Stage { session, data, room } => {
+            Side::BounceMemory { session, data, room } => {
                 let fits = off.checked_add(max).is_some_and(|end| end <= room);
                 self.stage(session, data + off, max).filter(|_| fits)
             }
@@ -213,14 +213,14 @@ impl<'a> Tables<'a> {
 
     /// Copies `dst.len()` bytes of a message, from `off` on, into private memory. `had` holds the bytes from `off` on
     /// that a job has fetched: either none, or at least `dst.len()`. They replace bytes that only a job can reach.
-    pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8], had: &[u8]) -> Result<(), Miss> {
+    pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8], had: &[u8]) -> Result<(), NeedsJob> {
         self.watched(&[src], (off, dst.len() as u64), || {
             let mut done = 0;
             while done < dst.len() {
                 let from = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
                 let end = done + from.len() as usize;
                 if from.at().takes_time() {
-                    dst[done..end].copy_from_slice(had.get(done..end).ok_or(Miss::Job)?);
+                    dst[done..end].copy_from_slice(had.get(done..end).ok_or(NeedsJob::Job)?);
                 } else {
                     fetch(from, &mut dst[done..end])?;
                 }
@@ -232,14 +232,14 @@ impl<'a> Tables<'a> {
     }
 
     /// Stores `bytes` in the memory of a message, from `off` on.
-    pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), Miss> {
+    pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), NeedsJob> {
         self.watched(&[dst], (off, bytes.len() as u64), || {
             let mut done = 0;
             while done < bytes.len() {
                 let left = (bytes.len() - done) as u64;
                 let to = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
                 if to.at().takes_time() {
-                    return Err(Miss::Job);
+                    return Err(NeedsJob::Job);
                 }
                 transfer(Place::bytes(&bytes[done..]), to, to.len() as usize, &mut [])?;
                 self.count_piece(done as u64);
@@ -329,7 +329,7 @@ impl<'a> Tables<'a> {
     fn note_hole(&self, side: Side<'_>, off: u64, len: u64) {
         let owner = match side {
             Side::List { reach, .. } | Side::Remote { reach, .. } => reach.session,
-            Side::Bus { session, .. } | Side::Stage { session, .. } => session,
+            Side::Bus { session, .. } | Side::BounceMemory { session, .. } => session,
             Side::Inline(_) => return,
         };
         let (mut at, addr) = (off, holes::touched().last);
@@ -341,7 +341,7 @@ impl<'a> Tables<'a> {
                 && let Some(s) = self.sessions.get(owner.0)
             {
                 s.memory_state.touch_hole();
-                self.touched.set(Some(s.vnic));
+                self.touched.set(Some(s.vrnic));
                 return;
             }
             at += place.len();
@@ -371,14 +371,14 @@ pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
 /// The memory of the receive `r`, which QP `q` has taken.
 pub(crate) fn recv_side<'a>(q: &Qp, r: &'a Recv) -> Side<'a> {
     match r.staged {
-        Some(s) => Side::Stage { session: s.owner, data: s.data, room: s.room },
+        Some(s) => Side::BounceMemory { session: s.owner, data: s.data, room: s.room },
         None => list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE),
     }
 }
 
 /// The requester's side of a request.
 #[inline]
-pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work) -> Side<'a> {
+pub(crate) fn local_side<'a>(q: &Qp, w: &'a SendOp) -> Side<'a> {
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         return Side::Inline(&w.inline[..w.total as usize]);
     }
@@ -408,6 +408,6 @@ pub(crate) fn remote<'a>(p: &Qp, access: u32, key: Rkey, addr: u64) -> Side<'a> 
 
 /// The responder's side of a one-sided request.
 #[inline]
-pub(crate) fn remote_side<'a>(p: &Qp, w: &Work) -> Side<'a> {
+pub(crate) fn remote_side<'a>(p: &Qp, w: &SendOp) -> Side<'a> {
     remote(p, remote_access(w.op), Rkey(w.wqe.rkey), w.wqe.remote_addr)
 }

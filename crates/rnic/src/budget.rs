@@ -48,7 +48,7 @@ impl TimeBudget {
 
     /// Like [`TimeBudget::rest_ns`], but if no other user wants the time, returns 0 and clears the account, which
     /// restores the burst.
-    pub fn rest_ns_beside(&mut self, now: u64, others: impl FnOnce() -> bool) -> u64 {
+    pub fn wait_ns_if_contended(&mut self, now: u64, others: impl FnOnce() -> bool) -> u64 {
         let rest = self.rest_ns(now);
         if rest > 0 && !others() {
             self.paid_ns = 0;
@@ -110,9 +110,9 @@ mod tests {
         let mut b = TimeBudget::new(&TERMS);
         (0..1000).for_each(|_| b.charge(SECOND, 100_000));
         assert_eq!(b.rest_ns(SECOND), 100_000 * TERMS.parts);
-        assert_eq!(b.rest_ns_beside(SECOND, || true), 100_000 * TERMS.parts);
-        assert_eq!(b.rest_ns_beside(SECOND, || false), 0);
-        assert_eq!(b.rest_ns_beside(SECOND, || true), 0);
+        assert_eq!(b.wait_ns_if_contended(SECOND, || true), 100_000 * TERMS.parts);
+        assert_eq!(b.wait_ns_if_contended(SECOND, || false), 0);
+        assert_eq!(b.wait_ns_if_contended(SECOND, || true), 0);
         assert_eq!(used(&mut b, SECOND, TERMS.burst_ns), TERMS.burst_ns);
     }
 

@@ -11,14 +11,14 @@ use unirdma_formats::net::{Flow, MAX_IP_UDP_BYTES, VXLAN_PORT, seal};
 use unirdma_formats::wire::ICRC_BYTES;
 use unirdma_formats::{Gid, pcap};
 
-use crate::objects::{MAX_MTU, VnicId};
+use crate::objects::{MAX_MTU, VrnicId};
 use crate::path::Path;
 
 /// Parameters of a capture.
 #[derive(Clone, Debug, Default)]
 pub struct Capture {
     /// Captures only packets of this vRNIC; `None` captures all.
-    pub vnic: Option<VnicId>,
+    pub vrnic: Option<VrnicId>,
     /// Most bytes of a packet that are kept.
     pub snap: u32,
     /// The time at which the RNIC's clock was 0, ns since 1970.

@@ -94,8 +94,8 @@ impl Core {
 
     pub(crate) fn arm_events(&mut self, cqn: Handle<Cq>, at: u64) {
         if let Some(s) = self.objects.cqs.get(cqn).and_then(|c| self.objects.sessions.get(c.owner.0)) {
-            let vnic = s.vnic;
-            self.arm(vnic, at, Due::Events(cqn));
+            let vrnic = s.vrnic;
+            self.arm(vrnic, at, Due::Events(cqn));
         }
     }
 

@@ -8,14 +8,14 @@ use unirdma_formats::cm::MAD_BYTES;
 use unirdma_formats::{AsyncEvent, Gid, Qpn};
 
 use crate::capture::Tap;
-use crate::executor::{Away, Executor, Object};
+use crate::doorbell_poll::Polled;
+use crate::executor::{Executor, NoExecutor, Object};
 use crate::job::Jobs;
 use crate::multicast::Multicast;
 use crate::net::{Doubts, Network};
-use crate::objects::{MAX_MTU, Objects, Qp, SessionId, VnicId};
+use crate::objects::{MAX_MTU, Objects, Qp, SessionId, VrnicId};
 use crate::output::Output;
-use crate::polled::Polled;
-use crate::random::{Seed, Streams};
+use crate::random::{Rngs, Seed};
 use crate::sched::{Due, Scheduler};
 use crate::slab::{Handle, Slab};
 
@@ -36,7 +36,7 @@ pub(crate) fn copy_ns(bytes: u64) -> u64 {
 /// The software RNIC without connection management. [`crate::Rnic`] documents the order of calls.
 pub struct Core {
     pub(crate) objects: Objects,
-    /// Executes the work of QPs. It is replaced by [`Away`] during its own calls.
+    /// Executes the work of QPs. It is replaced by [`NoExecutor`] during its own calls.
     executor: Box<dyn Executor<Core>>,
     pub(crate) sched: Scheduler,
     pub(crate) jobs: Jobs,
@@ -46,7 +46,7 @@ pub struct Core {
     pub(crate) doubts: Doubts,
     /// The running capture.
     pub(crate) tap: Option<Box<Tap>>,
-    pub(crate) random: Streams,
+    pub(crate) random: Rngs,
     /// The time of the input or command that is being worked on, ns.
     pub(crate) now: u64,
     /// Number of wake channels, which is passed to drivers.
@@ -54,7 +54,7 @@ pub struct Core {
     /// True while no thread polls doorbells and drivers have to kick ([`Core::doze`]).
     pub(crate) dozes: bool,
     /// True if other threads do jobs while the core is in use.
-    pub(crate) helped: bool,
+    pub(crate) has_helpers: bool,
     /// Sessions whose doorbells are polled.
     pub(crate) polled: Polled,
     /// True if a datagram has found no receive since the last call of [`Core::take_starved`].
@@ -65,7 +65,7 @@ pub struct Core {
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
     /// MADs between vRNICs of this host: the receiver, the receiver's GID, the sender's GID, and the message.
-    pub(crate) mads: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
+    pub(crate) mads: VecDeque<(VrnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
 }
 
 impl Core {
@@ -81,11 +81,11 @@ impl Core {
             multicast: Multicast::default(),
             doubts: Doubts::default(),
             tap: None,
-            random: Streams::new(seed),
+            random: Rngs::new(seed),
             now: 0,
             wakes,
             dozes: false,
-            helped: true,
+            has_helpers: true,
             polled: Polled::default(),
             starved: false,
             in_vain: false,
@@ -97,7 +97,7 @@ impl Core {
 
     /// Calls the executor.
     pub(crate) fn execute_with<R>(&mut self, f: impl FnOnce(&mut dyn Executor<Core>, &mut Self) -> R) -> R {
-        let mut executor = std::mem::replace(&mut self.executor, Box::new(Away));
+        let mut executor = std::mem::replace(&mut self.executor, Box::new(NoExecutor));
         let r = f(&mut *executor, self);
         self.executor = executor;
         r
@@ -119,7 +119,7 @@ impl Core {
     /// Sets whether other threads do jobs while one thread has the core. If not, only copies that may be slow become
     /// jobs.
     pub fn set_helped(&mut self, on: bool) {
-        self.helped = on;
+        self.has_helpers = on;
     }
 
     /// Estimated time of the pieces that messages were cut into since the last call, ns.
@@ -141,12 +141,12 @@ impl Core {
         let at = self.now.saturating_add(delay_ns);
         let Some(q) = self.objects.qps.get_mut(qp) else { return };
         q.timer = q.timer.wrapping_add(1);
-        let (vnic, due) = (q.vnic, Due::Wait(qp, q.timer));
-        self.arm(vnic, at, due);
+        let (vrnic, due) = (q.vrnic, Due::Wait(qp, q.timer));
+        self.arm(vrnic, at, due);
     }
 
     /// Sets a timer of a vRNIC.
-    pub(crate) fn arm(&mut self, vnic: VnicId, at: u64, due: Due) {
+    pub(crate) fn arm(&mut self, vrnic: VrnicId, at: u64, due: Due) {
         let (qps, cqs) = (&self.objects.qps, &self.objects.cqs);
         let stopped = |&(at, due): &(u64, Due)| match due {
             Due::Wait(qp, timer) => qps.get(qp).is_none_or(|q| q.timer != timer),
@@ -154,7 +154,7 @@ impl Core {
             Due::Backlog(qp) => qps.get(qp).and_then(Qp::datagrams).is_none_or(|d| d.backlog.due_at != at),
             Due::Events(cq) => cqs.get(cq).is_none(),
         };
-        self.sched.arm(vnic, at, due, stopped);
+        self.sched.arm(vrnic, at, due, stopped);
     }
 
     pub(crate) fn push_output(&mut self, o: Output) {
@@ -178,6 +178,6 @@ pub(crate) fn enqueue(qps: &mut Slab<Qp>, sched: &mut Scheduler, qp: Handle<Qp>)
     if let Some(q) = qps.get_mut(qp)
         && !std::mem::replace(&mut q.queued, true)
     {
-        sched.enqueue(q.vnic, qp);
+        sched.enqueue(q.vrnic, qp);
     }
 }

@@ -13,11 +13,11 @@ use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, Qpn, WcStatus, class_of, rate_kbps, send_flags};
 use unirdma_mem::Fault;
 
-use crate::access::{Miss, local_side, recv_side};
+use crate::access::{NeedsJob, local_side, recv_side};
 use crate::core::Core;
 use crate::exec::{NoRecv, Outcome, RecvDone};
-use crate::job::Made;
-use crate::objects::{Ah, Datagrams, Held, Note, Pause, Placing, Qp, Target, VnicId, Wait, Work};
+use crate::job::JobResult;
+use crate::objects::{Ah, Datagrams, Held, Note, Pause, Placing, Qp, SendOp, Target, VrnicId, Wait};
 use crate::path::{Arrival, Path};
 use crate::sched::{Due, MOMENT_NS};
 use crate::slab::Handle;
@@ -45,7 +45,7 @@ const LOOK_AGAIN_NS: u64 = 50_000;
 
 impl Core {
     /// Sends the datagram of a checked WQE.
-    pub(crate) fn send_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    pub(crate) fn send_datagram(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Outcome {
         let Some(q) = self.objects.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
         let op = w.op;
         if w.total > u64::from(self.net.wire_mtu) {
@@ -84,9 +84,9 @@ impl Core {
                 let data = &mut buffer[..len];
                 let sent = tables.load(local, 0, data, had);
                 if sent.is_ok() {
-                    if let Target::Here(vnic) = target {
-                        self.tap_datagram(h, Some(vnic), &flow, &head, data);
-                        self.deliver_here(vnic, Qpn(w.wqe.dest_qpn), qkey, &flow, data, Note::of(&head));
+                    if let Target::Here(vrnic) = target {
+                        self.tap_datagram(h, Some(vrnic), &flow, &head, data);
+                        self.deliver_here(vrnic, Qpn(w.wqe.dest_qpn), qkey, &flow, data, Note::of(&head));
                     } else {
                         more = self.send_multicast(h, &flow, &head, data, &mut w.served);
                     }
@@ -109,8 +109,8 @@ impl Core {
         };
         let fault = match sent {
             Ok(()) => None,
-            Err(Miss::Fault(fault)) => Some(fault),
-            Err(Miss::Job) => match self.fetch_datagram(h, w) {
+            Err(NeedsJob::Fault(fault)) => Some(fault),
+            Err(NeedsJob::Job) => match self.fetch_datagram(h, w) {
                 Ok(outcome) => return outcome,
                 Err(fault) => Some(fault),
             },
@@ -146,15 +146,15 @@ impl Core {
     /// Resolves the destination and the rate of the datagram of a WQE, from its address handle, or from the address in
     /// the WQE itself. The latter is for drivers that cannot create a handle where they learn the address; it is
     /// resolved for each datagram.
-    fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool, u32)> {
+    fn address_of(&self, q: &Qp, w: &SendOp) -> Option<(Flow, Target, bool, u32)> {
         if w.wqe.send_flags & send_flags::ADDRESS != 0 {
             // A guest's connection management keeps running when one of its peers is gone. Its datagrams to that peer
             // are lost.
             let to = w.wqe.address();
-            let (flow, target, linked) = self.resolve_address(q.vnic, &to, !q.gsi).ok()?;
+            let (flow, target, linked) = self.resolve_address(q.vrnic, &to, !q.gsi).ok()?;
             let kbps = rate_kbps(to.static_rate)?;
             let to = Gid::from_ip(flow.dst);
-            let allowed = matches!(target, Target::Many) || self.may_send_to(q.vnic, to, target.across());
+            let allowed = matches!(target, Target::Many) || self.may_send_to(q.vrnic, to, target.across());
             return Some((flow, target, linked && allowed, kbps));
         }
         let ah = self.objects.own_ah(q.owner, w.wqe.ah).ok()?;
@@ -166,51 +166,52 @@ impl Core {
     ///
     /// # Errors
     /// The fault if no job can be made.
-    fn fetch_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Result<Outcome, Fault> {
+    fn fetch_datagram(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Result<Outcome, Fault> {
         let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut) else { return Err(Fault::Source) };
         let mut fetched = std::mem::take(&mut d.fetched);
         let Some(q) = self.objects.qps.get(h) else { return Err(Fault::Source) };
-        let (from, to) = ((local_side(q, w), q.memory, q.vnic), (&mut fetched, &self.objects.room(q.vnic)));
+        let (from, to) = ((local_side(q, w), q.memory, q.vrnic), (&mut fetched, &self.objects.room(q.vrnic)));
         let made = self.jobs.fetch(&self.objects.memory(), h, from, (q.sq_cons, 0, w.total), to);
         if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut) {
             d.fetched = fetched;
         }
         match made {
-            Made::Job(number) => {
+            JobResult::Job(number) => {
                 w.wait = Wait::Job(number);
                 Ok(Outcome::Copies)
             }
-            Made::Full => Ok(self.waits_for_room(h, w)),
-            Made::Slow => Err(Fault::SourceMoves),
-            Made::Nothing(fault) => Err(fault),
+            JobResult::Full => Ok(self.waits_for_room(h, w)),
+            JobResult::Slow => Err(Fault::SourceMoves),
+            JobResult::Nothing(fault) => Err(fault),
         }
     }
 
-    fn deliver_here(&mut self, vnic: VnicId, qpn: Qpn, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+    fn deliver_here(&mut self, vrnic: VrnicId, qpn: Qpn, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         if qpn.0 == GSI_QPN {
-            return self.deliver_mad(vnic, qkey, flow, data, note);
+            return self.deliver_mad(vrnic, qkey, flow, data, note);
         }
-        if !self.may_hear(vnic, Gid::from_ip(flow.src), None) {
+        if !self.allows_rx(vrnic, Gid::from_ip(flow.src), None) {
             return;
         }
         let found = self.objects.qpns.get(&qpn).copied();
-        let of_vnic = |h: &Handle<Qp>| self.objects.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
-        if let Some(h) = found.filter(of_vnic) {
+        let of_vrnic =
+            |h: &Handle<Qp>| self.objects.qps.get(*h).is_some_and(|q| q.vrnic == vrnic && q.typ == QpType::Ud);
+        if let Some(h) = found.filter(of_vrnic) {
             self.accept(h, qkey, flow, data, note);
         }
     }
 
     /// Delivers a MAD on this host: to the vRNIC's own QP 1, or to connection management. No QP of a program has number
     /// 1, so a MAD from another QPN is dropped.
-    pub(crate) fn deliver_mad(&mut self, vnic: VnicId, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+    pub(crate) fn deliver_mad(&mut self, vrnic: VrnicId, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         if note.src_qp != GSI_QPN || qkey != GSI_QKEY {
             self.net.drops.bad_state += 1;
             return;
         }
-        if !self.may_hear_mad(vnic, Gid::from_ip(flow.src), None, data) {
+        if !self.may_hear_mad(vrnic, Gid::from_ip(flow.src), None, data) {
             return;
         }
-        if let Some(h) = self.objects.gsi_of(vnic) {
+        if let Some(h) = self.objects.gsi_of(vrnic) {
             return self.accept(h, qkey, flow, data, note);
         }
         let Ok(mad) = <[u8; MAD_BYTES]>::try_from(data) else {
@@ -218,7 +219,7 @@ impl Core {
             return;
         };
         if self.mads.len() < MAX_MADS {
-            self.mads.push_back((vnic, Gid::from_ip(flow.dst), Gid::from_ip(flow.src), Box::new(mad)));
+            self.mads.push_back((vrnic, Gid::from_ip(flow.dst), Gid::from_ip(flow.src), Box::new(mad)));
         }
     }
 
@@ -254,8 +255,8 @@ impl Core {
     fn hold(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) {
         let until = self.now.saturating_add(HOLD_NS);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
-        let (vnic, shared) = (q.vnic, q.srq.is_some());
-        let (Some(v), Some(Datagrams { backlog, .. })) = (self.objects.vnics.get(vnic.0), q.datagrams_mut()) else {
+        let (vrnic, shared) = (q.vrnic, q.srq.is_some());
+        let (Some(v), Some(Datagrams { backlog, .. })) = (self.objects.vrnics.get(vrnic.0), q.datagrams_mut()) else {
             return;
         };
         let bytes = Held::bytes_of(data.len());
@@ -264,7 +265,7 @@ impl Core {
         }
         if !backlog.waits() {
             self.starved = true;
-            self.sched.starve(vnic);
+            self.sched.starve(vrnic);
         }
         backlog.push(Held { until, flow: *flow, data: data.into(), note });
         if !shared {
@@ -281,7 +282,7 @@ impl Core {
     fn look_again(&mut self, h: Handle<Qp>, nobody_rings: bool) {
         let now = self.now;
         let Some(q) = self.objects.qps.get_mut(h) else { return };
-        let vnic = q.vnic;
+        let vrnic = q.vrnic;
         let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return };
         let Some(first) = backlog.held.front() else { return };
         // A datagram that a job stores, or has stored, in its receive does not expire.
@@ -291,7 +292,7 @@ impl Core {
         let at = if nobody_rings { soon.min(over) } else { over };
         if at < backlog.due_at {
             backlog.due_at = at;
-            self.arm(vnic, at, Due::Backlog(h));
+            self.arm(vrnic, at, Due::Backlog(h));
         }
     }
 
@@ -368,7 +369,7 @@ impl Core {
     /// job stores it.
     fn put_back(&mut self, h: Handle<Qp>, d: Held) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
-        let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
+        let Some(v) = self.objects.vrnics.get(q.vrnic.0) else { return false };
         let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return false };
         backlog.unpop(d, &v.rooms.datagrams);
         !backlog.waits()
@@ -445,17 +446,17 @@ impl Core {
         let stored = tables.store(to, 0, parts[0]).and_then(|()| tables.store(to, GRH_BYTES as u64, parts[1]));
         let made = match stored {
             Ok(()) => return Some(Ok(())),
-            Err(Miss::Fault(fault)) => return Some(Err(fault)),
-            Err(Miss::Job) => self.jobs.store(&tables, h, (to, q.memory, q.vnic), 0, parts),
+            Err(NeedsJob::Fault(fault)) => return Some(Err(fault)),
+            Err(NeedsJob::Job) => self.jobs.store(&tables, h, (to, q.memory, q.vrnic), 0, parts),
         };
         match made {
-            Made::Job(number) => {
+            JobResult::Job(number) => {
                 self.objects.serve(h);
                 self.objects.qps.get_mut(h)?.datagrams_mut()?.backlog.placing = Placing::Job(number);
                 None
             }
-            Made::Full | Made::Slow => Some(Err(Fault::DestinationMoves)),
-            Made::Nothing(fault) => Some(Err(fault)),
+            JobResult::Full | JobResult::Slow => Some(Err(Fault::DestinationMoves)),
+            JobResult::Nothing(fault) => Some(Err(fault)),
         }
     }
 
@@ -471,7 +472,7 @@ impl Core {
     }
 
     /// Lets QP `h` wait until there is room in [`crate::Tx`].
-    fn wait_for_tx(&mut self, h: Handle<Qp>, w: &mut Work) {
+    fn wait_for_tx(&mut self, h: Handle<Qp>, w: &mut SendOp) {
         w.wait = Wait::Tx;
         self.net.tx_waiting.push_back(h);
     }
@@ -490,7 +491,7 @@ impl Core {
     /// Sends a datagram of QP `h` to a multicast group: first to other hosts, and then to up to [`MEMBERS_AT_ONCE`] of
     /// the members on this host that follow the first `served` ones. True if there may be members that have not got it.
     fn send_multicast(&mut self, h: Handle<Qp>, flow: &Flow, head: &Packet<'_>, data: &[u8], served: &mut u32) -> bool {
-        let Some(group) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)).map(|v| v.group)
+        let Some(group) = self.objects.qps.get(h).and_then(|q| self.objects.vrnics.get(q.vrnic.0)).map(|v| v.group)
         else {
             return false;
         };
@@ -531,7 +532,7 @@ impl Core {
         let across = self.across(group, from);
         for at in members.clone() {
             let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at as usize) else { return at };
-            if self.objects.vnic_of_qp(h).is_some_and(|v| self.may_hear(v, from, across)) {
+            if self.objects.vrnic_of_qp(h).is_some_and(|v| self.allows_rx(v, from, across)) {
                 self.accept(h, p.deth.qkey, flow, data, note);
             }
         }
@@ -540,13 +541,13 @@ impl Core {
 
     /// Handles a plain packet for UD QP `h`. Only plain devices send such packets, from the address of their GID.
     pub(crate) fn on_foreign_datagram(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
-        let Some(v) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)) else { return };
+        let Some(v) = self.objects.qps.get(h).and_then(|q| self.objects.vrnics.get(q.vrnic.0)) else { return };
         match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {
             Some(own) => {
                 let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
-                let (from, vnic) = (Gid::from_ip(a.from), self.objects.vnic_of_qp(h));
-                self.tap_received(vnic, path, body);
-                if vnic.is_some_and(|v| self.may_hear(v, from, None)) {
+                let (from, vrnic) = (Gid::from_ip(a.from), self.objects.vrnic_of_qp(h));
+                self.tap_received(vrnic, path, body);
+                if vrnic.is_some_and(|v| self.allows_rx(v, from, None)) {
                     self.on_datagram(h, &Flow::roce(from, own), p);
                 }
             }

@@ -9,7 +9,7 @@
 use unirdma_abi::Status;
 use unirdma_formats::wire::Packet;
 
-use crate::objects::{Ah, Cq, Mr, Pd, Qp, Srq, VnicId};
+use crate::objects::{Ah, Cq, Mr, Pd, Qp, Srq, VrnicId};
 use crate::path::{Arrival, Path};
 use crate::slab::Handle;
 
@@ -28,7 +28,7 @@ pub(crate) enum Object {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Peer {
     /// A vRNIC of this host.
-    Here(VnicId),
+    Here(VrnicId),
     /// On another host.
     There(Path),
 }
@@ -60,7 +60,7 @@ pub(crate) trait Executor<Core>: Send {
 
     /// Fails a reliable QP at once, as if its peer could not be reached any more, because a rule does not allow its
     /// connection.
-    fn sever(&mut self, core: &mut Core, qp: Handle<Qp>);
+    fn disconnect(&mut self, core: &mut Core, qp: Handle<Qp>);
 
     /// Gives a QP a turn of `allowance_ns` nanoseconds. Returns the estimated time that it took, and whether there is
     /// more to do.
@@ -74,9 +74,9 @@ pub(crate) trait Executor<Core>: Send {
 }
 
 /// Placeholder for an executor during its own calls.
-pub(crate) struct Away;
+pub(crate) struct NoExecutor;
 
-impl<Core> Executor<Core> for Away {
+impl<Core> Executor<Core> for NoExecutor {
     fn connect(&mut self, _: &mut Core, _: Handle<Qp>, _: Peer) -> Result<(), Status> {
         Err(Status::BadState)
     }
@@ -85,7 +85,7 @@ impl<Core> Executor<Core> for Away {
 
     fn reset(&mut self, _: &mut Core, _: Handle<Qp>) {}
 
-    fn sever(&mut self, _: &mut Core, _: Handle<Qp>) {}
+    fn disconnect(&mut self, _: &mut Core, _: Handle<Qp>) {}
 
     fn step(&mut self, _: &mut Core, _: Handle<Qp>, _: u64) -> (u64, bool) {
         (0, false)

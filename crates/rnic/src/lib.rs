@@ -15,11 +15,11 @@
 //!   turns, polled doorbell pages, copies made without holding the RNIC, group members, captured packets, routes,
 //!   events; `executor`: a trait, to which the modules below leave the work of QPs;
 //! * `core`: the struct that holds all these;
-//! * `complete` (completions, events, failures), `pacing`, `follow` (destinations of connections), `reach` (rules);
+//! * `complete` (completions, events, failures), `pacing`, `reroute` (destinations of connections), `reach` (rules);
 //!   `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: connections to other hosts, with a
 //!   requester and a responder; `datagram`: unreliable datagrams, local and remote; `tapping`: captures packets;
-//!   `uncouple`: moves connections within a host to the wire;
-//! * `commands`, `vnics`, `sessions`, `pause`: the control path; `burial`: frees dead objects; `arrivals`: receives
+//!   `move_to_wire`: moves connections within a host to the wire;
+//! * `commands`, `vrnics`, `sessions`, `pause`: the control path; `burial`: frees dead objects; `arrivals`: receives
 //!   packets; `turns`: rounds and turns;
 //! * `software`: the executor that does all work in this process;
 //! * `cm`: connection management, which sends and receives messages, and moves no QP; `rnic`: the core with connection
@@ -27,7 +27,7 @@
 //!
 //! The type is [`Rnic`]. Its methods come in classes:
 //!
-//! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): executed at once, at the time that
+//! * *commands* of the control path (`add_vrnic`, `create_qp`, `modify_qp`, ...): executed at once, at the time that
 //!   [`Rnic::at`] sets;
 //! * *inputs*: [`Core::unpark`] (a kick), [`Rnic::handle_packet`] (a packet), [`Rnic::poll_by`] (time has passed;
 //!   doorbells are polled), [`Core::end_job`] (a job is done);
@@ -39,19 +39,19 @@
 //! [`Core::park_idle`].
 
 mod access;
-mod arrivals;
 mod attr;
+mod backoff;
 mod budget;
-mod burial;
 mod capture;
+mod capture_points;
 mod cm;
 mod commands;
 mod complete;
 mod core;
 mod datagram;
+mod doorbell_poll;
 mod exec;
 mod executor;
-mod follow;
 mod job;
 mod multicast;
 mod net;
@@ -63,42 +63,42 @@ mod path;
 mod pause;
 #[cfg(test)]
 mod pieces;
-mod polled;
+mod policy_check;
 mod random;
-mod reach;
 mod record;
+mod reroute;
 mod rnic;
+mod round;
+mod rx;
 mod sched;
 #[cfg(test)]
 mod scripted;
 mod sessions;
 mod slab;
 mod software;
-mod stall;
-mod tapping;
-mod turns;
+mod teardown;
+mod to_wire;
 mod tx;
-mod uncouple;
-mod vnics;
+mod vrnics;
 mod wire;
 
 pub use attr::{Transition, transition};
 pub use budget::{Terms, TimeBudget};
-pub use burial::MAX_BURIED;
 pub use capture::{Capture, Captured};
 pub use cm::CmEventKind;
 pub use core::Core;
+pub use doorbell_poll::Bells;
 pub use job::Job;
 pub use multicast::MAX_MULTICAST_QPS;
 pub use objects::{
     Account, Backing, Counters, CreateQp, Dropped, Limits, MrNote, OpenXrcd, PageList, QpInfo, Resolve, SessionId,
-    SrqAttr, SrqInfo, Usage, VnicConfig, VnicId, WireCounters,
+    SrqAttr, SrqInfo, Usage, VrnicConfig, VrnicId, WireCounters,
 };
 pub use output::Output;
 pub use pace::{DEFAULT_WEIGHT, Share};
 pub use path::{Arrival, Path, Route, WireDrops};
-pub use polled::Bells;
 pub use random::{Rng, Seed};
 pub use record::{Attach, Attached, Flaw, Object, Record, RecordError, RestoreError, Way, What};
 pub use rnic::Rnic;
+pub use teardown::MAX_BURIED;
 pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Sealed, Tx, TxPacket};

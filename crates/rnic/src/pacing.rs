@@ -30,7 +30,7 @@ impl Core {
     /// True if QP `h` may send now. Otherwise, if a rate limit holds it back, it gets a turn when it may send again.
     pub(crate) fn may_send(&mut self, h: Handle<Qp>) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
-        let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
+        let Some(v) = self.objects.vrnics.get(q.vrnic.0) else { return false };
         let own = if q.is_paced() { q.pace.after } else { 0 };
         let spread = if q.pace.spread_until > self.now { q.pace.spread_until + SPREAD_REST_NS } else { 0 };
         let own = own.max(spread);
@@ -38,17 +38,17 @@ impl Core {
         if after <= self.now {
             return true;
         }
-        let vnic = q.vnic;
+        let vrnic = q.vrnic;
         if !std::mem::replace(&mut q.pace.waits, true) {
-            self.arm(vnic, after, Due::Pace(h));
+            self.arm(vrnic, after, Due::Pace(h));
         }
         false
     }
 
     /// True if QP `h` or its vRNIC has a rate limit.
     pub(crate) fn is_limited(&self, h: Handle<Qp>) -> bool {
-        let vnic = |q: &Qp| self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.limit.is_set());
-        self.objects.qps.get(h).is_some_and(|q| q.is_paced() || vnic(q))
+        let vrnic = |q: &Qp| self.objects.vrnics.get(q.vrnic.0).is_some_and(|v| v.limit.is_set());
+        self.objects.qps.get(h).is_some_and(|q| q.is_paced() || vrnic(q))
     }
 
     /// Counts `begun` new work requests and `bytes` sent bytes of QP `h` against its limits.
@@ -59,7 +59,7 @@ impl Core {
             let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(kbps);
             q.pace.after = q.pace.after.max(now).saturating_add(ns);
         }
-        if let Some(v) = self.objects.vnics.get_mut(q.vnic.0).filter(|v| v.limit.is_set()) {
+        if let Some(v) = self.objects.vrnics.get_mut(q.vrnic.0).filter(|v| v.limit.is_set()) {
             v.limit.has_sent(now, begun, bytes);
         }
     }

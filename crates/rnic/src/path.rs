@@ -10,8 +10,8 @@ pub struct Route {
     /// Address of its host. The unspecified address stands for a host that is not known yet, for example of a vRNIC
     /// that moves. Packets to it are lost, but connections may be made already.
     pub host: IpAddr,
-    /// The holder is a plain RoCEv2 device. Such a device knows this side by the vRNIC's own GID, so packets to it leave from that
-    /// address.
+    /// The holder is a plain RoCEv2 device. Such a device knows this side by the vRNIC's own GID, so packets to it
+    /// leave from that address.
     pub foreign: bool,
     /// VXLAN network identifier of the holder's group, 24 bits.
     pub vni: u32,

@@ -6,9 +6,9 @@ use unirdma_abi as abi;
 use unirdma_formats::access;
 use unirdma_mem::{Fault, Loc, PIECE_ALIGN, Pieces, Span};
 
-use crate::access::{MAX_PIECES, Miss, SLICE_PIECES, Side};
-use crate::job::{Made, Manner, Word};
-use crate::objects::{Backing, Limits, PageList, Reach, Resolve, SessionId, VnicConfig, VnicId};
+use crate::access::{MAX_PIECES, NeedsJob, SLICE_PIECES, Side};
+use crate::job::{CopyMode, JobResult, Word};
+use crate::objects::{Backing, Limits, PageList, Reach, Resolve, SessionId, VrnicConfig, VrnicId};
 use crate::rnic::Rnic;
 use crate::slab::Handle;
 
@@ -36,18 +36,18 @@ impl Resolve for Two {
 struct World {
     rnic: Rnic,
     session: SessionId,
-    vnic: VnicId,
+    vrnic: VrnicId,
     pd: u32,
 }
 
 impl World {
     fn new() -> Self {
         let mut rnic = Rnic::new(1, 0);
-        let vnic = VnicConfig { group: 0, gids: vec![], limits: Limits::default(), share: Default::default() };
-        let vnic = rnic.add_vnic(vnic).unwrap();
-        let session = rnic.add_session(vnic).unwrap();
+        let vrnic = VrnicConfig { group: 0, gids: vec![], limits: Limits::default(), share: Default::default() };
+        let vrnic = rnic.add_vrnic(vrnic).unwrap();
+        let session = rnic.add_session(vrnic).unwrap();
         let pd = rnic.create_pd(session).unwrap();
-        World { rnic, session, vnic, pd }
+        World { rnic, session, vrnic, pd }
     }
 
     /// Registers an MR of `len` bytes from address 0 on, and returns an SGE for all of it.
@@ -94,9 +94,9 @@ fn a_slice_and_a_job_have_so_many_pieces_whatever_their_bytes() {
     tables.pieces.set(0);
     assert_eq!((tables.copy(sides[1], sides[1], 0, LEN), tables.pieces.get()), (Some(Ok(LEN)), 0));
 
-    let (ends, most) = (sides.map(|side| (side, w.session, w.vnic)), MAX_PIECES as u64 * PAGE);
-    let made = w.rnic.core.jobs.make(&tables, [Handle::NONE; 2], ends, (5, LEN - 5), Manner::default());
-    assert!(matches!(made, Made::Job(1)));
+    let (ends, most) = (sides.map(|side| (side, w.session, w.vrnic)), MAX_PIECES as u64 * PAGE);
+    let made = w.rnic.core.jobs.make(&tables, [Handle::NONE; 2], ends, (5, LEN - 5), CopyMode::default());
+    assert!(matches!(made, JobResult::Job(1)));
     // Nothing else may be copied before the rest.
     assert!(w.rnic.core.jobs.extend(&tables, sides, 1).is_none());
     let mut job = w.rnic.core.jobs.take().unwrap();
@@ -113,9 +113,9 @@ fn a_job_for_several_requests_has_no_more_pieces() {
     let mut w = World::new();
     let (from, to) = ([w.scattered(9).1], [w.scattered(9).1]);
     let sides = [w.list(&from), w.list(&to)];
-    let (tables, ends) = (w.rnic.core.objects.memory(), sides.map(|side| (side, w.session, w.vnic)));
+    let (tables, ends) = (w.rnic.core.objects.memory(), sides.map(|side| (side, w.session, w.vrnic)));
     let all = 9 * PAGE;
-    w.rnic.core.jobs.make(&tables, [Handle::NONE; 2], ends, (0, all), Manner::default());
+    w.rnic.core.jobs.make(&tables, [Handle::NONE; 2], ends, (0, all), CopyMode::default());
     let mut requests = 1;
     while let Some(next) = w.rnic.core.jobs.extend(&tables, sides, all) {
         next.push_back(Box::default());
@@ -133,9 +133,9 @@ fn a_word_in_two_pieces_is_not_touched() {
     let word = [abi::Sge { length: 3, ..sge }, abi::Sge { addr: 8, length: 5, ..sge }];
     let (side, tables) = (w.list(&word), w.rnic.core.objects.memory());
     let faults = tables.word(side, Word::Add(u64::MAX));
-    assert_eq!(faults, Err(Miss::Fault(Fault::Destination)));
-    let made = w.rnic.core.jobs.word(&tables, [Handle::NONE; 2], None, (side, w.session, w.vnic), Word::Add(!0));
-    assert!(matches!(made, Made::Job(1)));
+    assert_eq!(faults, Err(NeedsJob::Fault(Fault::Destination)));
+    let made = w.rnic.core.jobs.word(&tables, [Handle::NONE; 2], None, (side, w.session, w.vrnic), Word::Add(!0));
+    assert!(matches!(made, JobResult::Job(1)));
     let mut job = w.rnic.core.jobs.take().unwrap();
     job.run(&mut [], || 0);
     assert_eq!(job.result().first, Some(Err(Fault::Destination)));

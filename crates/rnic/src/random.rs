@@ -45,7 +45,7 @@ impl Rng {
 }
 
 /// A stream for each use, so that visible numbers of one stream do not help to guess those from another one.
-pub(crate) struct Streams {
+pub(crate) struct Rngs {
     pub qpns: Rng,
     pub keys: Rng,
     pub psns: Rng,
@@ -55,10 +55,10 @@ pub(crate) struct Streams {
     pub numbers: Rng,
 }
 
-impl Streams {
+impl Rngs {
     pub fn new(seed: &Seed) -> Self {
         let stream = |number| Rng::stream(seed, number);
-        Streams {
+        Rngs {
             qpns: stream(1),
             keys: stream(2),
             psns: stream(3),
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn a_seed_repeats_its_streams_and_no_two_are_alike() {
         let all = |seed: u64| {
-            let s = Streams::new(&seed.into());
+            let s = Rngs::new(&seed.into());
             [s.qpns, s.keys, s.psns, s.srq_numbers, s.cm_ids, s.cm_ports, s.numbers, Rng::new(seed)]
                 .map(|mut r| r.next_u64())
         };

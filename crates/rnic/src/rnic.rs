@@ -11,7 +11,7 @@ use unirdma_policy::Rule;
 use crate::cm::{Cm, Manager};
 use crate::core::Core;
 use crate::executor::Executor;
-use crate::objects::{SessionId, VnicConfig, VnicId};
+use crate::objects::{SessionId, VrnicConfig, VrnicId};
 use crate::path::{Arrival, Route};
 use crate::random::Seed;
 use crate::software::Software;
@@ -61,19 +61,19 @@ impl Rnic {
     }
 
     /// Adds a vRNIC; `None` if there are too many.
-    pub fn add_vnic(&mut self, c: VnicConfig) -> Option<VnicId> {
-        let id = self.core.add_vnic(c)?;
+    pub fn add_vrnic(&mut self, c: VrnicConfig) -> Option<VrnicId> {
+        let id = self.core.add_vrnic(c)?;
         self.manager().addresses_changed();
         Some(id)
     }
 
     /// Removes a vRNIC and all its sessions, and frees their dead objects.
-    pub fn remove_vnic(&mut self, id: VnicId) {
+    pub fn remove_vrnic(&mut self, id: VrnicId) {
         for s in self.core.sessions_of(id) {
             self.remove_session(s);
         }
-        self.manager().forget_vnic(id);
-        self.core.remove_vnic(id);
+        self.manager().forget_vrnic(id);
+        self.core.remove_vrnic(id);
     }
 
     /// Ends up to `most` of the objects of a session that do something by themselves, first its connections; true if
@@ -83,7 +83,8 @@ impl Rnic {
         self.manager().forget_ids(id, most) || self.core.quiesce_objects(id, most)
     }
 
-    /// Ends everything that a session has. Peers of its QPs get no answers any more. [`Core::bury`] frees its objects.
+    /// Ends everything that a session has. Peers of its QPs get no answers any more. [`Core::tear_down`] frees its
+    /// objects.
     pub fn remove_session(&mut self, id: SessionId) {
         self.manager().forget_session(id);
         self.core.remove_session(id);
@@ -98,7 +99,7 @@ impl Rnic {
 
     /// Replaces the GID table of a vRNIC; a zero GID is a hole. Its programs get an event if the table has changed
     /// (`GID_CHANGE`).
-    pub fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) {
+    pub fn set_gids(&mut self, id: VrnicId, gids: Vec<Gid>) {
         if self.core.set_gids(id, gids) {
             self.manager().addresses_changed();
         }
@@ -136,8 +137,8 @@ impl Rnic {
     /// that came inside VXLAN they begin with its IP header and end with its ICRC, which is checked here.
     pub fn handle_packet(&mut self, now: u64, a: &Arrival, bytes: &[u8]) {
         self.at(now);
-        if let Some(mail) = self.core.receive(a, bytes) {
-            self.manager().handle_mail(a, bytes, &mail);
+        if let Some(mad) = self.core.receive(a, bytes) {
+            self.manager().handle_mad(a, bytes, &mad);
         }
     }
 
@@ -164,8 +165,8 @@ impl Rnic {
     }
 
     /// The listening identifiers of a vRNIC: port space, address and port.
-    pub fn listeners(&self, vnic: VnicId) -> Vec<String> {
-        self.cm.listeners(vnic)
+    pub fn listeners(&self, vrnic: VrnicId) -> Vec<String> {
+        self.cm.listeners(vrnic)
     }
 
     /// The number of timers of connection management, including stopped ones that were not removed yet.

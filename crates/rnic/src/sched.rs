@@ -11,8 +11,8 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
-use crate::objects::{Cq, Door, Qp, VnicId, VnicKind};
-use crate::slab::{Beside, Handle};
+use crate::objects::{Cq, DoorbellPage, Qp, VrnicId, VrnicKind};
+use crate::slab::{Handle, SideTable};
 
 /// Delay of a QP that asks for a turn in a moment, ns. The ACK of a message waits for this time, so that it can leave
 /// together with the program's own reply, in one system call.
@@ -61,7 +61,7 @@ struct Agenda {
     /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
     wakes_at: u64,
     /// Doorbell pages that have rung.
-    rung: VecDeque<Handle<Door>>,
+    rung: VecDeque<Handle<DoorbellPage>>,
     /// QPs with work, in turn.
     run: VecDeque<Handle<Qp>>,
     timers: BinaryHeap<Reverse<(u64, Due)>>,
@@ -86,19 +86,20 @@ impl Agenda {
 /// See the module's documentation.
 #[derive(Default)]
 pub(crate) struct Scheduler {
-    agendas: Beside<VnicKind, Agenda>,
+    agendas: SideTable<VrnicKind, Agenda>,
     /// vRNICs with work, in the order of their charges when they were added.
-    ready: BinaryHeap<Reverse<(u64, VnicId)>>,
+    ready: BinaryHeap<Reverse<(u64, VrnicId)>>,
     /// When the first timer of each vRNIC that has one fires.
-    wakes: BTreeSet<(u64, VnicId)>,
+    wakes: BTreeSet<(u64, VrnicId)>,
     /// The charge of the vRNIC of the last turn when that turn began, virtual nanoseconds.
     clock: u64,
-    /// QPs that want a turn in a moment, with the time of that turn. The delay is the same for all, so they are in order.
+    /// QPs that want a turn in a moment, with the time of that turn. The delay is the same for all, so they are in
+    /// order.
     soon: VecDeque<(u64, Handle<Qp>)>,
 }
 
 impl Scheduler {
-    pub fn add(&mut self, id: VnicId, weight: u32) {
+    pub fn add(&mut self, id: VrnicId, weight: u32) {
         let agenda = Agenda {
             weight: weight.max(1),
             charged: self.clock,
@@ -116,20 +117,20 @@ impl Scheduler {
         self.agendas.insert(id.0, agenda);
     }
 
-    pub fn remove(&mut self, id: VnicId) {
+    pub fn remove(&mut self, id: VrnicId) {
         if let Some(a) = self.agendas.remove(id.0) {
             self.wakes.remove(&(a.wakes_at, id));
         }
     }
 
-    pub fn set_weight(&mut self, id: VnicId, weight: u32) {
+    pub fn set_weight(&mut self, id: VrnicId, weight: u32) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.weight = weight.max(1);
         }
     }
 
     /// Nanoseconds that the RNIC has worked for a vRNIC.
-    pub fn busy_ns(&self, id: VnicId) -> u64 {
+    pub fn busy_ns(&self, id: VrnicId) -> u64 {
         self.agendas.get(id.0).map_or(0, |a| a.busy_ns)
     }
 
@@ -139,12 +140,12 @@ impl Scheduler {
     }
 
     /// The vRNICs that are ready for a turn, in no order.
-    pub fn ready(&self) -> impl Iterator<Item = VnicId> {
+    pub fn ready(&self) -> impl Iterator<Item = VrnicId> {
         self.ready.iter().map(|r| r.0.1)
     }
 
     /// True if there is other work beside the QP of this vRNIC that has its turn.
-    pub fn has_others(&self, id: VnicId) -> bool {
+    pub fn has_others(&self, id: VrnicId) -> bool {
         self.has_ready() || self.agendas.get(id.0).is_some_and(|a| !a.run.is_empty())
     }
 
@@ -156,7 +157,7 @@ impl Scheduler {
     }
 
     /// Adds a QP that has work. The caller makes sure that a QP is in the agenda once at most.
-    pub fn enqueue(&mut self, id: VnicId, qp: Handle<Qp>) {
+    pub fn enqueue(&mut self, id: VrnicId, qp: Handle<Qp>) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.run.push_back(qp);
             self.queue(id);
@@ -164,7 +165,7 @@ impl Scheduler {
     }
 
     /// Adds a doorbell page that has rung. The caller makes sure that a page is in the agenda once at most.
-    pub fn ring(&mut self, id: VnicId, door: Handle<Door>) {
+    pub fn ring(&mut self, id: VrnicId, door: Handle<DoorbellPage>) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.rung.push_back(door);
             self.queue(id);
@@ -183,7 +184,7 @@ impl Scheduler {
     }
 
     /// Sets a timer. `stopped` is true for older timers that have been stopped.
-    pub fn arm(&mut self, id: VnicId, at: u64, due: Due, stopped: impl Fn(&(u64, Due)) -> bool) {
+    pub fn arm(&mut self, id: VrnicId, at: u64, due: Due, stopped: impl Fn(&(u64, Due)) -> bool) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         // The timer of a wait that is over stays until it fires, which may be hours later, so the number of such timers
         // is bounded here. Each such walk visits at most twice the timers that were set since the last one.
@@ -196,12 +197,12 @@ impl Scheduler {
     }
 
     /// The timers of a vRNIC, stopped ones included, and when each fires.
-    pub fn timers(&self, id: VnicId) -> impl Iterator<Item = (u64, Due)> {
+    pub fn timers(&self, id: VrnicId) -> impl Iterator<Item = (u64, Due)> {
         self.agendas.get(id.0).into_iter().flat_map(|a| a.timers.iter().map(|t| t.0))
     }
 
     /// A timer of the vRNIC that is due.
-    pub fn next_due(&mut self, id: VnicId, now: u64) -> Option<Due> {
+    pub fn next_due(&mut self, id: VrnicId, now: u64) -> Option<Due> {
         let a = self.agendas.get_mut(id.0)?;
         let due = a.timers.peek().filter(|t| t.0.0 <= now)?.0.1;
         a.timers.pop();
@@ -210,27 +211,27 @@ impl Scheduler {
 
     /// True if polling the doorbells of the vRNIC is worth its time: all pages that have rung had their turn, and the
     /// vRNIC does not keep ringing for nothing. Polling costs a cache miss for each page.
-    pub fn listens(&self, id: VnicId, now: u64) -> bool {
+    pub fn listens(&self, id: VrnicId, now: u64) -> bool {
         self.agendas.get(id.0).is_some_and(|a| a.rung.is_empty() && a.muted_until <= now)
     }
 
     /// A doorbell page of the vRNIC that has rung.
-    pub fn next_rung(&mut self, id: VnicId) -> Option<Handle<Door>> {
+    pub fn next_rung(&mut self, id: VrnicId) -> Option<Handle<DoorbellPage>> {
         self.agendas.get_mut(id.0)?.rung.pop_front()
     }
 
     /// A QP of the vRNIC that has work.
-    pub fn next_qp(&mut self, id: VnicId) -> Option<Handle<Qp>> {
+    pub fn next_qp(&mut self, id: VrnicId) -> Option<Handle<Qp>> {
         self.agendas.get_mut(id.0)?.run.pop_front()
     }
 
     /// The QPs of a vRNIC that wait for their turn.
-    pub fn waiting(&self, id: VnicId) -> impl Iterator<Item = &Handle<Qp>> {
+    pub fn waiting(&self, id: VrnicId) -> impl Iterator<Item = &Handle<Qp>> {
         self.agendas.get(id.0).into_iter().flat_map(|a| &a.run)
     }
 
     /// The vRNIC that has the next turn. The caller reports the cost of the turn by [`Scheduler::end_turn`].
-    pub fn begin_turn(&mut self, now: u64) -> Option<VnicId> {
+    pub fn begin_turn(&mut self, now: u64) -> Option<VrnicId> {
         while let Some(&(at, id)) = self.wakes.first()
             && at <= now
         {
@@ -256,7 +257,7 @@ impl Scheduler {
 
     /// Ends the turn of a vRNIC, which took `ns` nanoseconds and found nothing to do if it was `in_vain`. If there is
     /// more to do, the vRNIC gets another turn.
-    pub fn end_turn(&mut self, id: VnicId, now: u64, ns: u64, in_vain: bool) {
+    pub fn end_turn(&mut self, id: VrnicId, now: u64, ns: u64, in_vain: bool) {
         self.charge(id, ns);
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         a.queued = false;
@@ -273,27 +274,27 @@ impl Scheduler {
     }
 
     /// The vRNIC kicked, and no doorbell had rung.
-    pub fn kick_in_vain(&mut self, id: VnicId, now: u64) {
+    pub fn spurious_kick(&mut self, id: VrnicId, now: u64) {
         self.agendas.get_mut(id.0).into_iter().for_each(|a| a.note_vain(now));
     }
 
     /// True while the doorbells of the vRNIC are not polled because it keeps ringing or kicking for nothing.
-    pub fn is_muted(&self, id: VnicId, now: u64) -> bool {
+    pub fn is_muted(&self, id: VrnicId, now: u64) -> bool {
         self.agendas.get(id.0).is_some_and(|a| a.muted_until > now)
     }
 
     /// A turn of the vRNIC, or a datagram for it, found no receive.
-    pub fn starve(&mut self, id: VnicId) {
+    pub fn starve(&mut self, id: VrnicId) {
         self.agendas.get_mut(id.0).into_iter().for_each(|a| a.starved = true);
     }
 
     /// True since [`Scheduler::starve`] until the vRNIC's next turn.
-    pub fn is_starved(&self, id: VnicId) -> bool {
+    pub fn is_starved(&self, id: VrnicId) -> bool {
         self.agendas.get(id.0).is_some_and(|a| a.starved)
     }
 
     /// Charges a vRNIC for `ns` nanoseconds of work.
-    pub fn charge(&mut self, id: VnicId, ns: u64) {
+    pub fn charge(&mut self, id: VrnicId, ns: u64) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.busy_ns += ns;
             a.charged += ns * SCALE / u64::from(a.weight);
@@ -301,7 +302,7 @@ impl Scheduler {
     }
 
     /// Puts a vRNIC among those that are ready.
-    fn queue(&mut self, id: VnicId) {
+    fn queue(&mut self, id: VrnicId) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         if !std::mem::replace(&mut a.queued, true) {
             a.charged = a.charged.max(self.clock);
@@ -310,7 +311,7 @@ impl Scheduler {
     }
 
     /// Makes sure that a vRNIC is woken by its first timer.
-    fn set_wake(&mut self, id: VnicId) {
+    fn set_wake(&mut self, id: VrnicId) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         let at = a.timers.peek().map_or(u64::MAX, |t| t.0.0);
         if at != a.wakes_at && !a.queued {
@@ -327,8 +328,8 @@ impl Scheduler {
 mod tests {
     use super::*;
 
-    fn vnic(n: u64) -> VnicId {
-        VnicId(Handle::from_raw(n | 1 << 24))
+    fn vrnic(n: u64) -> VrnicId {
+        VrnicId(Handle::from_raw(n | 1 << 24))
     }
 
     fn qp(n: u64) -> Handle<Qp> {
@@ -336,7 +337,7 @@ mod tests {
     }
 
     /// Gives `turns` turns of `ns(vRNIC)` to vRNICs that always have work. Returns the number of turns that each had.
-    fn share(s: &mut Scheduler, ids: &[VnicId], turns: usize, ns: impl Fn(usize) -> u64) -> Vec<usize> {
+    fn share(s: &mut Scheduler, ids: &[VrnicId], turns: usize, ns: impl Fn(usize) -> u64) -> Vec<usize> {
         let mut had = vec![0; ids.len()];
         for &id in ids {
             s.enqueue(id, qp(1));
@@ -355,7 +356,7 @@ mod tests {
     #[test]
     fn time_is_shared_by_weight_whatever_a_turn_costs() {
         let mut s = Scheduler::default();
-        let ids = [vnic(1), vnic(2), vnic(3)];
+        let ids = [vrnic(1), vrnic(2), vrnic(3)];
         s.add(ids[0], 100);
         s.add(ids[1], 100);
         s.add(ids[2], 300);
@@ -368,7 +369,7 @@ mod tests {
     #[test]
     fn who_had_nothing_to_do_saves_up_no_time_and_who_was_charged_beside_a_turn_waits() {
         let mut s = Scheduler::default();
-        let ids = [vnic(1), vnic(2)];
+        let ids = [vrnic(1), vrnic(2)];
         s.add(ids[0], 100);
         s.add(ids[1], 100);
         share(&mut s, &ids[..1], 100, |_| 1000);
@@ -389,7 +390,7 @@ mod tests {
     #[test]
     fn timers_wake_their_vrnic_and_only_it() {
         let mut s = Scheduler::default();
-        let (a, b) = (vnic(1), vnic(2));
+        let (a, b) = (vrnic(1), vrnic(2));
         s.add(a, 100);
         s.add(b, 100);
         let never = |_: &(u64, Due)| false;
@@ -416,7 +417,7 @@ mod tests {
     #[test]
     fn stopped_timers_do_not_pile_up() {
         let mut s = Scheduler::default();
-        let a = vnic(1);
+        let a = vrnic(1);
         s.add(a, 100);
         for i in 0..100_000u32 {
             s.arm(a, 1 << 40, Due::Wait(qp(1), i), |d| d.1 != Due::Wait(qp(1), i));

@@ -10,7 +10,7 @@ use unirdma_mem::{Bell, CqRing, CqTail, QpRings, Span};
 
 use crate::core::Core;
 use crate::executor::{Executor, Object, Peer};
-use crate::objects::{Backing, CreateQp, Limits, Qp, SessionId, VnicConfig, VnicId};
+use crate::objects::{Backing, CreateQp, Limits, Qp, SessionId, VrnicConfig, VrnicId};
 use crate::path::{Arrival, Route};
 use crate::rnic::Rnic;
 use crate::slab::Handle;
@@ -18,7 +18,7 @@ use crate::slab::Handle;
 /// A call that an executor has received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Told {
-    Made(Object),
+    JobResult(Object),
     Gone(Object),
     Connect(Peer),
     Modified(u32),
@@ -61,7 +61,7 @@ impl Scripted {
 
 impl Executor<Core> for Scripted {
     fn made(&mut self, _: &mut Core, object: Object) -> Result<(), Status> {
-        self.tell(Told::Made(object))
+        self.tell(Told::JobResult(object))
     }
 
     fn gone(&mut self, _: &mut Core, object: Object) {
@@ -80,7 +80,7 @@ impl Executor<Core> for Scripted {
         self.script().told.push(Told::Reset);
     }
 
-    fn sever(&mut self, _: &mut Core, _: Handle<Qp>) {
+    fn disconnect(&mut self, _: &mut Core, _: Handle<Qp>) {
         self.script().told.push(Told::Sever);
     }
 
@@ -119,7 +119,7 @@ fn gid(n: u8) -> Gid {
 
 /// A program on a vRNIC of its own.
 struct Program {
-    vnic: VnicId,
+    vrnic: VrnicId,
     session: SessionId,
     bell: Bell,
     pd: u32,
@@ -130,9 +130,9 @@ struct Program {
 
 impl Program {
     fn new(rnic: &mut Rnic, group: u32, n: u8) -> Program {
-        let config = VnicConfig { group, gids: vec![gid(n)], limits: Limits::default(), share: Default::default() };
-        let vnic = rnic.add_vnic(config).unwrap();
-        let session = rnic.add_session(vnic).unwrap();
+        let config = VrnicConfig { group, gids: vec![gid(n)], limits: Limits::default(), share: Default::default() };
+        let vrnic = rnic.add_vrnic(config).unwrap();
+        let session = rnic.add_session(vrnic).unwrap();
         let bell = Bell::new(aligned(4096)).unwrap();
         rnic.set_doorbell(session, bell.clone()).unwrap();
         rnic.unpark(session, 0);
@@ -142,7 +142,7 @@ impl Program {
         let cq = CqTail::new(ctrl, ring, 64).unwrap();
         let layout = abi::QpLayout::of(&CAP).unwrap();
         let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-        Program { vnic, session, bell, pd, cqn, cq, rings }
+        Program { vrnic, session, bell, pd, cqn, cq, rings }
     }
 
     fn create_qp(&self, rnic: &mut Rnic) -> Result<(u32, u32), Status> {
@@ -184,20 +184,20 @@ fn what_was_made_goes_once_and_after_what_uses_it() {
     p.reg_mr(&mut rnic).unwrap();
     p.create_qp(&mut rnic).unwrap();
     let made: Vec<Object> =
-        script.told().into_iter().map(|t| if let Told::Made(o) = t { o } else { panic!("{t:?}") }).collect();
+        script.told().into_iter().map(|t| if let Told::JobResult(o) = t { o } else { panic!("{t:?}") }).collect();
     assert!(matches!(made[..], [Object::Pd(_), Object::Cq(_), Object::Mr(_), Object::Qp(_)]), "{made:?}");
     rnic.remove_session(p.session);
     let told = script.told();
     let gone: Vec<Object> = told.iter().map(|t| if let Told::Gone(o) = t { *o } else { panic!("{t:?}") }).collect();
     assert_eq!(gone, [made[3], made[1], made[2], made[0]]);
-    assert_eq!(rnic.usage(p.vnic), crate::Usage::default());
+    assert_eq!(rnic.usage(p.vrnic), crate::Usage::default());
 }
 
 #[test]
 fn what_the_executor_refuses_leaves_nothing_behind() {
     let (mut rnic, script) = rnic();
     let p = Program::new(&mut rnic, 0, 1);
-    let before = rnic.usage(p.vnic);
+    let before = rnic.usage(p.vrnic);
     for _ in 0..3 {
         script.script().refuses = Some(Status::Exhausted);
         assert_eq!(p.reg_mr(&mut rnic), Err(Status::Exhausted));
@@ -205,7 +205,7 @@ fn what_the_executor_refuses_leaves_nothing_behind() {
         assert_eq!(p.create_qp(&mut rnic), Err(Status::Unsupported));
         script.script().refuses = Some(Status::Exhausted);
         assert_eq!(rnic.create_pd(p.session), Err(Status::Exhausted));
-        assert_eq!(rnic.usage(p.vnic), before);
+        assert_eq!(rnic.usage(p.vrnic), before);
     }
     let (qpn, _) = p.create_qp(&mut rnic).unwrap();
     rnic.destroy_qp(p.session, qpn).unwrap();
@@ -228,10 +228,10 @@ fn only_peers_of_the_group_are_connected_to() {
         let peers = script.told().into_iter().filter_map(|t| if let Told::Connect(p) = t { Some(p) } else { None });
         (r, peers.collect::<Vec<_>>())
     };
-    assert_eq!(connected(&mut rnic, gid(2)), (Ok(()), vec![Peer::Here(friend.vnic)]));
+    assert_eq!(connected(&mut rnic, gid(2)), (Ok(()), vec![Peer::Here(friend.vrnic)]));
     let (r, there) = connected(&mut rnic, gid(4));
     assert!(r.is_ok() && matches!(there[..], [Peer::There(path)] if path.to == host), "{there:?}");
-    assert!(other.vnic != friend.vnic);
+    assert!(other.vrnic != friend.vrnic);
     for stranger in [3, 5, 6] {
         assert_eq!(connected(&mut rnic, gid(stranger)), (Err(Status::Unreachable), vec![]));
     }
@@ -270,6 +270,6 @@ fn a_doorbell_gives_turns_which_are_paid_for_and_complete() {
     assert_eq!(seen, [(1, status, qpn), (2, status, qpn), (3, status, qpn)]);
     let steps = script.told().into_iter().filter(|t| *t == Told::Step).count();
     assert_eq!(steps, 4, "three that complete, and one that finds nothing");
-    assert!(rnic.busy_ns(p.vnic) >= 4000, "{}", rnic.busy_ns(p.vnic));
-    assert_eq!(rnic.counters(p.vnic).unwrap().errors, 3);
+    assert!(rnic.busy_ns(p.vrnic) >= 4000, "{}", rnic.busy_ns(p.vrnic));
+    assert_eq!(rnic.counters(p.vrnic).unwrap().errors, 3);
 }

@@ -7,8 +7,8 @@ use unirdma_abi::Status;
 use unirdma_mem::Bell;
 
 use crate::core::Core;
-use crate::objects::{Door, Dropped, Names, Objects, Resolve, Revoked, Session, SessionId, VnicId};
-use crate::polled::Bells;
+use crate::doorbell_poll::Bells;
+use crate::objects::{DoorbellPage, Dropped, Handles, Objects, Resolve, Revoked, Session, SessionId, VrnicId};
 use crate::sched::Scheduler;
 use crate::slab::Handle;
 
@@ -16,14 +16,14 @@ use crate::slab::Handle;
 const KICK_NS: u64 = 500;
 
 impl Core {
-    /// Adds a frontend of `vnic`.
-    pub fn add_session(&mut self, vnic: VnicId) -> Option<SessionId> {
-        let v = self.objects.vnics.get_mut(vnic.0)?;
+    /// Adds a frontend of `vrnic`.
+    pub fn add_session(&mut self, vrnic: VrnicId) -> Option<SessionId> {
+        let v = self.objects.vrnics.get_mut(vrnic.0)?;
         v.last_session += 1;
         let s = Session {
-            vnic,
+            vrnic,
             number: v.last_session,
-            names: Names::new(&mut self.random.numbers),
+            names: Handles::new(&mut self.random.numbers),
             door: None,
             bell: None,
             paused: false,
@@ -69,17 +69,17 @@ impl Core {
     /// ringing for nothing, so that the caller may ignore its next kicks for a moment.
     pub fn kick(&mut self, id: SessionId, now: u64) -> bool {
         let Some(s) = self.objects.sessions.get(id.0) else { return false };
-        let vnic = s.vnic;
+        let vrnic = s.vrnic;
         let has_rung = s.doors().filter_map(|h| self.objects.doors.get(h)).any(|d| d.bell.has_rung());
-        if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
+        if let Some(v) = self.objects.vrnics.get_mut(vrnic.0) {
             v.kicks += 1;
         }
-        self.sched.charge(vnic, KICK_NS);
+        self.sched.charge(vrnic, KICK_NS);
         if !has_rung {
-            self.sched.kick_in_vain(vnic, now);
+            self.sched.spurious_kick(vrnic, now);
         }
         self.unpark(id, now);
-        self.sched.is_muted(vnic, now)
+        self.sched.is_muted(vrnic, now)
     }
 
     /// All pages of a session are polled from now on, and a doze ends. False if they were polled already, or if the
@@ -92,7 +92,7 @@ impl Core {
     }
 
     /// A page is polled from now on; false if it was.
-    pub(crate) fn unpark_door(&mut self, h: Handle<Door>, now: u64) -> bool {
+    pub(crate) fn unpark_door(&mut self, h: Handle<DoorbellPage>, now: u64) -> bool {
         let Some(d) = self.objects.doors.get_mut(h) else { return false };
         d.last_rung_ns = now;
         if d.parked
@@ -100,7 +100,7 @@ impl Core {
         {
             d.bell.unpark();
             d.parked = false;
-            self.polled.add(s.vnic, h);
+            self.polled.add(s.vrnic, h);
             self.rouse();
             return true;
         }
@@ -115,7 +115,7 @@ impl Core {
     pub fn doze(&mut self, starves: bool) -> Option<bool> {
         let bells = || self.bells_but(|s, v| s.is_muted(v, self.now) || starves && s.is_starved(v));
         let bursts = bells().any(Bell::bursts);
-        let any_muted = self.polled.vnics().any(|v| self.sched.is_muted(v, self.now));
+        let any_muted = self.polled.vrnics().any(|v| self.sched.is_muted(v, self.now));
         let dozes = bells().all(|b| b.park(bursts));
         if !dozes {
             bells().for_each(Bell::unpark);
@@ -133,7 +133,7 @@ impl Core {
     }
 
     /// The doorbells that are polled, except for vRNICs for which `not` is true.
-    fn bells_but(&self, not: impl Fn(&Scheduler, VnicId) -> bool) -> impl Iterator<Item = &Bell> {
+    fn bells_but(&self, not: impl Fn(&Scheduler, VrnicId) -> bool) -> impl Iterator<Item = &Bell> {
         self.polled.doors(move |v| !not(&self.sched, v)).filter_map(|h| self.objects.doors.get(h)).map(|d| &d.bell)
     }
 
@@ -203,17 +203,17 @@ impl Core {
             return Err(Status::BadHandle);
         }
         let h = self.objects.own_door(s, number)?;
-        if self.objects.doors.get(h).is_some_and(Door::is_used) {
+        if self.objects.doors.get(h).is_some_and(DoorbellPage::is_used) {
             return Err(Status::Busy);
         }
         self.remove_door(h);
         Ok(())
     }
 
-    fn add_door(&mut self, s: SessionId, number: u32, bell: Bell) -> Result<Handle<Door>, Status> {
+    fn add_door(&mut self, s: SessionId, number: u32, bell: Bell) -> Result<Handle<DoorbellPage>, Status> {
         bell.set_wakes(self.wakes);
         let parked = bell.park(false);
-        let door = self.objects.doors.insert(Door::new(s, number, bell)).ok_or(Status::Exhausted)?;
+        let door = self.objects.doors.insert(DoorbellPage::new(s, number, bell)).ok_or(Status::Exhausted)?;
         if !parked {
             self.unpark_door(door, self.now);
         }
@@ -221,7 +221,7 @@ impl Core {
     }
 
     /// Removes a doorbell page of which no QP has a bit any more.
-    pub(crate) fn remove_door(&mut self, h: Handle<Door>) {
+    pub(crate) fn remove_door(&mut self, h: Handle<DoorbellPage>) {
         self.polled.remove(h);
         let Some(d) = self.objects.doors.remove(h) else { return };
         self.objects.names(d.session).and_then(|n| n.doors.remove(&d.number));
@@ -256,7 +256,7 @@ impl Core {
 
 impl Objects {
     /// All doorbell pages of a session.
-    pub(crate) fn doors_of(&self, s: SessionId) -> Vec<Handle<Door>> {
+    pub(crate) fn doors_of(&self, s: SessionId) -> Vec<Handle<DoorbellPage>> {
         self.sessions.get(s.0).into_iter().flat_map(Session::doors).collect()
     }
 }

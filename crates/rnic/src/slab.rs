@@ -146,15 +146,15 @@ impl<T, K> Slab<T, K> {
 }
 
 /// A table of further values for the objects of a [`Slab`], by the same handles.
-pub(crate) struct Beside<K, V>(Vec<Option<(Handle<K>, V)>>);
+pub(crate) struct SideTable<K, V>(Vec<Option<(Handle<K>, V)>>);
 
-impl<K, V> Default for Beside<K, V> {
+impl<K, V> Default for SideTable<K, V> {
     fn default() -> Self {
-        Beside(Vec::new())
+        SideTable(Vec::new())
     }
 }
 
-impl<K, V> Beside<K, V> {
+impl<K, V> SideTable<K, V> {
     pub(crate) fn insert(&mut self, handle: Handle<K>, value: V) {
         if self.0.len() <= handle.index() {
             self.0.resize_with(handle.index() + 1, || None);

@@ -24,7 +24,7 @@ impl Executor<Core> for Software {
         let adapts = core.net.adapts;
         let q = core.objects.qps.get_mut(qp).ok_or(Status::BadHandle)?;
         match (peer, q.wire_mut()) {
-            (Peer::Here(vnic), _) => q.connection = Connection::Local(Local { vnic, qp: None, found: None }),
+            (Peer::Here(vrnic), _) => q.connection = Connection::Local(Local { vrnic, qp: None, found: None }),
             (Peer::There(path), Some(w)) => w.path = path,
             (Peer::There(path), None) => q.connection = Connection::Wire(Box::new(Wire::new(path, adapts))),
         }
@@ -49,7 +49,7 @@ impl Executor<Core> for Software {
         }
     }
 
-    fn sever(&mut self, core: &mut Core, qp: Handle<Qp>) {
+    fn disconnect(&mut self, core: &mut Core, qp: Handle<Qp>) {
         core.fail_qp(qp, None);
     }
 

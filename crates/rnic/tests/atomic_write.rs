@@ -1,5 +1,5 @@
-//! Atomic writes and flushes, on one host and over a network that loses packets: eight bytes at once, aligned, once; a flush is
-//! answered when it may be made.
+//! Atomic writes and flushes, on one host and over a network that loses packets: eight bytes at once, aligned, once; a
+//! flush is answered when it may be made.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, send_flags};

@@ -14,8 +14,8 @@ const MUTE_NS: u64 = 50_000;
 fn crowd() -> (Pair, Vec<End>) {
     let mut p = Pair::new();
     p.settle();
-    let vnic = p.a.vnic;
-    let crowd = (0..SESSIONS).map(|_| End::of_vnic(&mut p.rnic, vnic, 64, QpType::Rc)).collect();
+    let vrnic = p.a.vrnic;
+    let crowd = (0..SESSIONS).map(|_| End::of_vrnic(&mut p.rnic, vrnic, 64, QpType::Rc)).collect();
     (p, crowd)
 }
 
@@ -174,7 +174,7 @@ fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
 /// had to kick.
 fn kicks_of_1000(p: &mut Pair, pause_ns: u64) -> u64 {
     const IDLE_NS: u64 = 1000;
-    let before = p.rnic.kicks(p.b.vnic);
+    let before = p.rnic.kicks(p.b.vrnic);
     let mut asked = 0;
     for i in 1..=1000 {
         let now = i * (pause_ns + 1);
@@ -188,7 +188,7 @@ fn kicks_of_1000(p: &mut Pair, pause_ns: u64) -> u64 {
         assert!(!p.rnic.poll(now + pause_ns));
         p.rnic.park_idle(now + pause_ns, IDLE_NS);
     }
-    assert_eq!(p.rnic.kicks(p.b.vnic) - before, asked);
+    assert_eq!(p.rnic.kicks(p.b.vrnic) - before, asked);
     asked
 }
 
@@ -213,18 +213,18 @@ fn a_device_that_sleeps_is_kicked_once_for_each_post() {
 fn a_vrnic_that_is_polled_is_one_of_the_others_to_each_but_itself() {
     let mut p = Pair::new();
     p.settle();
-    let (a, b) = (p.a.vnic, p.b.vnic);
-    let others = |p: &Pair| [a, b].map(|v| p.rnic.works_for_others(Some(v)));
+    let (a, b) = (p.a.vrnic, p.b.vrnic);
+    let others = |p: &Pair| [a, b].map(|v| p.rnic.has_other_sessions(Some(v)));
     let sleep = |p: &mut Pair, now: u64| {
         p.rnic.poll(now);
         p.rnic.park_idle(now, 0);
     };
     sleep(&mut p, SECOND);
     assert_eq!(others(&p), [false, false]);
-    assert!(!p.rnic.works_for_others(None));
+    assert!(!p.rnic.has_other_sessions(None));
     p.rnic.unpark(p.b.session, SECOND);
     assert_eq!(others(&p), [true, false], "b is polled");
-    assert!(p.rnic.works_for_others(None));
+    assert!(p.rnic.has_other_sessions(None));
     p.rnic.unpark(p.a.session, SECOND);
     assert_eq!(others(&p), [true, true]);
     sleep(&mut p, 2 * SECOND);
@@ -268,8 +268,8 @@ fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     assert!(!p.rnic.unpark(p.a.session, p.now) && p.rnic.is_busy());
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
     assert_eq!(p.rnic.doze(false), Some(true));
-    let vnic = p.a.vnic;
-    let new = End::of_vnic(&mut p.rnic, vnic, 64, QpType::Rc);
+    let vrnic = p.a.vrnic;
+    let new = End::of_vrnic(&mut p.rnic, vrnic, 64, QpType::Rc);
     p.rnic.unpark(new.session, 0);
     assert!(p.rnic.is_busy(), "somebody has to be called");
     assert_eq!((ring(&mut p), new.bell.ring(0)), ([abi::AWAKE; 2], abi::AWAKE));

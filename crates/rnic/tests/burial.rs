@@ -42,8 +42,8 @@ fn write(net: &mut Net, rkey: u32) -> u8 {
 }
 
 fn used(net: &mut Net) -> Usage {
-    let vnic = net.ends[1].vnic;
-    net.rnic(1).usage(vnic)
+    let vrnic = net.ends[1].vrnic;
+    net.rnic(1).usage(vrnic)
 }
 
 /// The number of MRs that are freed each time that the RNIC is held for that.
@@ -51,7 +51,7 @@ fn freed(net: &mut Net) -> Vec<usize> {
     let mut all = Vec::new();
     while net.rnic(1).has_dead() {
         let before = used(net).mrs_mapped;
-        net.rnic(1).bury(MAX_BURIED);
+        net.rnic(1).tear_down(MAX_BURIED);
         all.push(before - used(net).mrs_mapped);
     }
     all
@@ -172,7 +172,7 @@ fn a_session_that_begins_anew_has_nothing_and_its_memory_goes_in_parts() {
 fn a_session_is_gone_before_what_it_had_and_a_vrnic_after() {
     let window: Span = aligned(4096);
     for (place, mut net) in each() {
-        let (s, pd, vnic) = (net.ends[1].session, net.ends[1].pd, net.ends[1].vnic);
+        let (s, pd, vrnic) = (net.ends[1].session, net.ends[1].pd, net.ends[1].vrnic);
         for _ in 0..MANY {
             net.rnic(1).reg_mr(s, pd, ALL, 0, 4096, (Backing::Mapped(window.clone()), vec![])).unwrap();
         }
@@ -181,8 +181,8 @@ fn a_session_is_gone_before_what_it_had_and_a_vrnic_after() {
         assert_eq!((gone.sessions, gone.qps, gone.cqs), (0, 0, 0), "{place}");
         assert!(net.rnic(1).has_dead() && gone.mrs_mapped + MAX_BURIED > MANY, "{place}");
         assert_eq!(net.rnic(1).create_pd(s), Err(Status::BadHandle), "{place}");
-        assert!(net.rnic(1).numbered_sessions(vnic).is_empty(), "{place}");
-        net.rnic(1).remove_vnic(vnic);
+        assert!(net.rnic(1).numbered_sessions(vrnic).is_empty(), "{place}");
+        net.rnic(1).remove_vrnic(vrnic);
         assert!(!net.rnic(1).has_dead() && window.is_last(), "{place}");
     }
 }
@@ -191,12 +191,12 @@ fn a_session_is_gone_before_what_it_had_and_a_vrnic_after() {
 #[test]
 fn a_vrnic_is_written_out_without_what_is_dead() {
     for (place, mut net) in each() {
-        let (s, vnic, now) = (net.ends[1].session, net.ends[1].vnic, net.now);
-        let alone = net.rnic(1).save_vnic(now, vnic).unwrap().to_bytes().unwrap();
+        let (s, vrnic, now) = (net.ends[1].session, net.ends[1].vrnic, net.now);
+        let alone = net.rnic(1).save_vrnic(now, vrnic).unwrap().to_bytes().unwrap();
         (0..MANY).for_each(|_| _ = mr(&mut net, &[7, 8]));
         net.rnic(1).revoke_regions(s, &[8]);
         assert!(net.rnic(1).has_dead());
-        let record = net.rnic(1).save_vnic(now, vnic).unwrap().to_bytes().unwrap();
+        let record = net.rnic(1).save_vrnic(now, vrnic).unwrap().to_bytes().unwrap();
         // They differ in the number of the last object.
         assert_eq!((record.len().abs_diff(alone.len()) <= 4, net.rnic(1).has_dead()), (true, false), "{place}");
     }

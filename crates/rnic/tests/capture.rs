@@ -27,8 +27,8 @@ fn captured(net: &mut Net, at: usize) -> Vec<(String, String, String)> {
     packets
 }
 
-fn start(net: &mut Net, at: usize, vnic: Option<unirdma_rnic::VnicId>) {
-    net.rnics[at].start_capture(Capture { vnic, snap: 65_535, epoch_ns: 5, hosts: vec![host(at)] });
+fn start(net: &mut Net, at: usize, vrnic: Option<unirdma_rnic::VrnicId>) {
+    net.rnics[at].start_capture(Capture { vrnic, snap: 65_535, epoch_ns: 5, hosts: vec![host(at)] });
 }
 
 fn strings(of: &[(&str, &str, &str)]) -> Vec<(String, String, String)> {
@@ -103,8 +103,8 @@ fn datagrams_are_captured_with_their_virtual_addresses() {
             net.connect(QpType::Ud, a, b, &|a| a);
         }
         // Only end 0 is of interest.
-        let vnic = net.ends[0].vnic;
-        start(&mut net, 0, Some(vnic));
+        let vrnic = net.ends[0].vrnic;
+        start(&mut net, 0, Some(vrnic));
         for (a, b) in [(0, 1), (1, 0), (2, 3)] {
             let (ah, qpn) = (net.ah(a, b), net.ends[b].qpn);
             let sge = net.ends[a].sge(0, 33);
@@ -122,7 +122,7 @@ fn long_packets_are_cut_and_too_many_are_counted() {
     let mut net = Net::hosts(1, &[QpType::Rc, QpType::Rc], 3, Faults::default());
     net.connect(QpType::Rc, 0, 1, &|a| a);
     net.connect(QpType::Rc, 1, 0, &|a| a);
-    net.rnics[0].start_capture(Capture { vnic: None, snap: 64, epoch_ns: 0, hosts: Vec::new() });
+    net.rnics[0].start_capture(Capture { vrnic: None, snap: 64, epoch_ns: 0, hosts: Vec::new() });
     let (sge, w) = (net.ends[0].sge(0, 1 << 19), net.remote(WrOpcode::Write, 1, 0));
     for _ in 0..300 {
         net.ends[0].post(w, &[sge]);

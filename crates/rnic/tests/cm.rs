@@ -8,7 +8,7 @@ use unirdma_formats::cm::{Message, reason};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, rnr_timer_ns};
 use unirdma_rnic::CmEventKind::*;
-use unirdma_rnic::{Arrival, Limits, Share, VnicConfig};
+use unirdma_rnic::{Arrival, Limits, Share, VrnicConfig};
 use unirdma_simkit::cm::*;
 use unirdma_simkit::net::{Faults, Net, arrival, gid, host};
 use unirdma_simkit::*;
@@ -163,10 +163,10 @@ fn an_address_that_appears_meanwhile_is_found() {
     };
     // A vRNIC is added, in the same group and in another.
     let id = wait(&mut cm, 99);
-    let config = |group| VnicConfig { group, gids: vec![ip(99)], limits: Limits::default(), share: Share::default() };
-    cm.net.rnic(0).add_vnic(config(77)).unwrap();
+    let config = |group| VrnicConfig { group, gids: vec![ip(99)], limits: Limits::default(), share: Share::default() };
+    cm.net.rnic(0).add_vrnic(config(77)).unwrap();
     assert!(cm.events(0).is_empty());
-    let new = cm.net.rnic(0).add_vnic(config(0)).unwrap();
+    let new = cm.net.rnic(0).add_vrnic(config(0)).unwrap();
     assert_eq!(cm.event(0, AddrResolved).id, id);
     // A vRNIC gets another address.
     let id = wait(&mut cm, 98);
@@ -321,8 +321,8 @@ fn datagram_services_are_answered_for() {
     for hosts in [1, 2] {
         let mut cm = Cm::new(hosts, port_space::UDP, 5, Faults::default());
         let own = cm.net.ends[1].qpn;
-        let vnic = cm.net.ends[1].vnic;
-        let other = End::of_vnic(cm.net.rnic(1), vnic, 64, QpType::Ud);
+        let vrnic = cm.net.ends[1].vrnic;
+        let other = End::of_vrnic(cm.net.rnic(1), vrnic, 64, QpType::Ud);
         let answers = |cm: &mut Cm, qpn: u32, qkey: u32, reuse: bool| {
             let id = cm.ask(1, CmOp::Create, 0, |_| ()).unwrap();
             cm.ask(1, CmOp::SetOption, id, |r| (r.option, r.value) = (REUSE_ADDRESS, reuse.into())).unwrap();
@@ -537,10 +537,10 @@ fn multicast_reaches_every_member_on_every_host() {
 fn a_datagram_to_many_members_lets_others_have_their_turns() {
     const MEMBERS: usize = 60;
     let mut p = Pair::new();
-    let a = p.a.vnic;
+    let a = p.a.vrnic;
     let group = Gid::from_ip([239, 1, 2, 3].into());
-    let ud = |rnic: &mut unirdma_rnic::Rnic, vnic| {
-        let e = End::of_vnic(rnic, vnic, 64, QpType::Ud);
+    let ud = |rnic: &mut unirdma_rnic::Rnic, vrnic| {
+        let e = End::of_vrnic(rnic, vrnic, 64, QpType::Ud);
         for (mask, attr) in attrs_of(QpType::Ud, 0, gid(0)) {
             rnic.modify_qp(e.session, e.qpn, mask, &attr).unwrap();
         }

@@ -50,7 +50,8 @@ fn a_send_queue_that_drains_does_not_go_on() {
     }
 }
 
-/// mlx5 puts these attributes into fields of its own, and rxe the timer into the field of its NAK: further bits are lost.
+/// mlx5 puts these attributes into fields of its own, and rxe the timer into the field of its NAK: further bits are
+/// lost.
 #[test]
 fn attributes_have_the_bits_of_their_fields() {
     let change = |a: abi::QpAttr| abi::QpAttr {

@@ -19,7 +19,7 @@ fn every_message_has_an_allowed_outcome() {
 /// The same while vRNICs are saved, removed and restored at random moments, on the same host or another one. `cargo
 /// xtask sim` runs this simulation as well.
 #[test]
-fn vnics_move_and_nothing_is_lost() {
+fn vrnics_move_and_nothing_is_lost() {
     let mut moves = 0;
     for seed in 0..64 {
         println!("cargo xtask sim --seed {seed} --seeds 1 --steps 15");

@@ -6,12 +6,13 @@ use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, wc_flags};
 use unirdma_mem::{Bell, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, Limits, Record, Resolve, Share, VnicConfig};
+use unirdma_rnic::{Backing, CreateQp, Limits, Record, Resolve, Share, VrnicConfig};
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
 const PAGE: u64 = 4096;
-/// Where the memory of a session lies: two windows, the second right behind the first, so that pages follow each other across them.
+/// Where the memory of a session lies: two windows, the second right behind the first, so that pages follow each other
+/// across them.
 const BASE: u64 = 0x8000_0000;
 const WINDOW: u64 = 16 * PAGE;
 /// Where lists of pages are written.
@@ -141,8 +142,8 @@ impl Scene {
     }
 
     fn used(&mut self) -> u64 {
-        let vnic = self.net.ends[1].vnic;
-        self.net.rnic(1).usage(vnic).bytes_mapped
+        let vrnic = self.net.ends[1].vrnic;
+        self.net.rnic(1).usage(vrnic).bytes_mapped
     }
 }
 
@@ -466,8 +467,8 @@ fn request(key: u32, len: u64) -> abi::SqWqe {
 fn quotas_count_mrs_and_bytes() {
     let mut p = Pair::new();
     let limits = Limits { max_mr: 2, max_mr_bytes: MR_BYTES as u64 + 5000, ..Limits::default() };
-    let vnic = p.rnic.add_vnic(VnicConfig { group: 0, gids: vec![ip(7)], limits, share: Share::default() }).unwrap();
-    p.b = End::of_vnic(&mut p.rnic, vnic, 64, QpType::Rc);
+    let vrnic = p.rnic.add_vrnic(VrnicConfig { group: 0, gids: vec![ip(7)], limits, share: Share::default() }).unwrap();
+    p.b = End::of_vrnic(&mut p.rnic, vrnic, 64, QpType::Rc);
     for (mask, attr) in attrs(&p.a, ip(1)) {
         p.rnic.modify_qp(p.b.session, p.b.qpn, mask, &attr).unwrap();
     }
@@ -534,14 +535,14 @@ fn a_record_has_the_pages() {
         if registered {
             s.must(w);
         }
-        let (vnic, used, now) = (s.net.ends[1].vnic, s.used(), s.net.now);
-        let (record, mut attached) = s.net.rnic(1).take_vnic(now, vnic).unwrap();
+        let (vrnic, used, now) = (s.net.ends[1].vrnic, s.used(), s.net.now);
+        let (record, mut attached) = s.net.rnic(1).take_vrnic(now, vrnic).unwrap();
         let bytes = record.to_bytes().unwrap();
         let record = Record::from_bytes(&bytes).unwrap();
-        s.net.ends[1].vnic = s.net.rnic(1).restore_vnic(now, &record, &mut attached).unwrap();
+        s.net.ends[1].vrnic = s.net.rnic(1).restore_vrnic(now, &record, &mut attached).unwrap();
         assert_eq!(s.used(), used);
-        let vnic = s.net.ends[1].vnic;
-        assert!(s.net.rnic(1).save_vnic(now, vnic).unwrap().to_bytes().unwrap() == bytes);
+        let vrnic = s.net.ends[1].vrnic;
+        assert!(s.net.rnic(1).save_vrnic(now, vrnic).unwrap().to_bytes().unwrap() == bytes);
         assert_eq!(s.reach(WrOpcode::Write, START, 4096), if registered { OK } else { DENIED });
     }
 }

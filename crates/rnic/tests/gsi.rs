@@ -39,8 +39,8 @@ fn ready(e: &mut End) {
 #[test]
 fn a_drivers_own_manager_talks_to_that_of_the_device() {
     for (place, mut cm) in Cm::each() {
-        let vnic = cm.net.ends[1].vnic;
-        let mut e = End::of_services(cm.net.rnic(1), vnic);
+        let vrnic = cm.net.ends[1].vrnic;
+        let mut e = End::of_services(cm.net.rnic(1), vrnic);
         ready(&mut e);
         cm.connect(b"hello");
         cm.net.run(SECOND / 100);
@@ -65,8 +65,8 @@ fn a_drivers_own_manager_talks_to_that_of_the_device() {
 #[test]
 fn two_managers_of_drivers_talk_and_nobody_else_hears() {
     for (place, mut cm) in Cm::each() {
-        let vnics = [0, 1].map(|i| cm.net.ends[i].vnic);
-        let mut ends = [0, 1].map(|i| End::of_services(cm.net.rnic(i), vnics[i]));
+        let vrnics = [0, 1].map(|i| cm.net.ends[i].vrnic);
+        let mut ends = [0, 1].map(|i| End::of_services(cm.net.rnic(i), vrnics[i]));
         ready(&mut ends[1]);
         let message = Message::Drep { local_id: 3, remote_id: 4, private: Vec::new() };
         send(&mut ends[0], 1, &Mad { tid: 9, message }.bytes());
@@ -79,10 +79,10 @@ fn two_managers_of_drivers_talk_and_nobody_else_hears() {
 #[test]
 fn a_programs_datagram_to_the_services_is_not_believed() {
     for (place, mut cm) in Cm::each() {
-        let vnics = [0, 1].map(|i| cm.net.ends[i].vnic);
-        let mut e = End::of_services(cm.net.rnic(1), vnics[1]);
+        let vrnics = [0, 1].map(|i| cm.net.ends[i].vrnic);
+        let mut e = End::of_services(cm.net.rnic(1), vrnics[1]);
         ready(&mut e);
-        let mut program = End::of_vnic(cm.net.rnic(0), vnics[0], 64, QpType::Ud);
+        let mut program = End::of_vrnic(cm.net.rnic(0), vrnics[0], 64, QpType::Ud);
         for (mask, attr) in attrs_of(QpType::Ud, 0, gid(1)) {
             let attr = abi::QpAttr { qkey: GSI_QKEY, ..attr };
             cm.net.rnic(0).modify_qp(program.session, program.qpn, mask, &attr).unwrap();
@@ -97,9 +97,9 @@ fn a_programs_datagram_to_the_services_is_not_believed() {
 #[test]
 fn a_vrnic_has_one_until_it_is_destroyed_and_messages_go_to_the_device_again() {
     let (_, mut cm) = Cm::each().into_iter().next().unwrap();
-    let vnic = cm.net.ends[1].vnic;
-    let first = End::of_services(cm.net.rnic(1), vnic);
-    let s = cm.net.rnic(1).add_session(vnic).unwrap();
+    let vrnic = cm.net.ends[1].vrnic;
+    let first = End::of_services(cm.net.rnic(1), vrnic);
+    let s = cm.net.rnic(1).add_session(vrnic).unwrap();
     let rnic = cm.net.rnic(1);
     let pd = rnic.create_pd(s).unwrap();
     rnic.set_doorbell(s, unirdma_mem::Bell::new(aligned(4096)).unwrap()).unwrap();

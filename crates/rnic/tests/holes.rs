@@ -190,11 +190,11 @@ fn who_has_holes_pays_for_them() {
     s.write(1, 0, 8);
     s.round();
     let paid = |s: &mut Scene, page| {
-        let before = [s.p.a.vnic, s.p.b.vnic].map(|v| s.p.rnic.busy_ns(v));
+        let before = [s.p.a.vrnic, s.p.b.vrnic].map(|v| s.p.rnic.busy_ns(v));
         s.write(2, page, 8);
         s.round();
         s.job(TOOK_NS).expect("a job");
-        let after = [s.p.a.vnic, s.p.b.vnic].map(|v| s.p.rnic.busy_ns(v));
+        let after = [s.p.a.vrnic, s.p.b.vrnic].map(|v| s.p.rnic.busy_ns(v));
         [0, 1].map(|i| after[i] - before[i] >= TOOK_NS)
     };
     assert_eq!(paid(&mut s, 8), [false, true]);
@@ -225,12 +225,12 @@ fn jobs_that_make_pages(s: &mut Scene, op: WrOpcode) -> u32 {
 #[test]
 fn pages_take_a_part_of_the_time_from_others() {
     for op in [WrOpcode::Write, WrOpcode::FetchAdd] {
-        let pairs: [fn() -> Pair; 2] = [Pair::new, Pair::of_one_vnic];
+        let pairs: [fn() -> Pair; 2] = [Pair::new, Pair::of_one_vrnic];
         let jobs = pairs.map(|pair| Some(jobs_that_make_pages(&mut Scene::of(pair)?, op)));
-        let [Some(beside_a_vnic), Some(alone)] = jobs else { return };
+        let [Some(beside_a_vrnic), Some(alone)] = jobs else { return };
         // The burst allows 10 jobs, and an eighth of the time 20.
-        assert!((28..=33).contains(&beside_a_vnic), "{op:?}: {beside_a_vnic}");
-        assert!(alone > 2 * beside_a_vnic, "{op:?}: {alone}");
+        assert!((28..=33).contains(&beside_a_vrnic), "{op:?}: {beside_a_vrnic}");
+        assert!(alone > 2 * beside_a_vrnic, "{op:?}: {alone}");
     }
 }
 

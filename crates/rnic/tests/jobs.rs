@@ -203,7 +203,7 @@ fn a_receive_is_its_programs_again_when_nobody_writes_it() {
 #[test]
 fn a_process_with_slow_memory_waits_alone_and_not_for_ever() {
     let mut p = Pair::new();
-    let other = End::of_vnic(&mut p.rnic, p.a.vnic, 64, unirdma_formats::QpType::Rc);
+    let other = End::of_vrnic(&mut p.rnic, p.a.vrnic, 64, unirdma_formats::QpType::Rc);
     through_process(&mut p, true);
     p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, 100)]);
     p.a.post(remote(WrOpcode::Write, 2, &p.b, 0), &[p.a.sge(0, 100)]);
@@ -250,7 +250,7 @@ fn slow_memory_of_a_vrnic_gets_no_further_jobs() {
 fn a_vrnic_keeps_its_limits() {
     let ops = |share: Share| {
         let mut p = Pair::new();
-        p.rnic.set_share(p.a.vnic, share);
+        p.rnic.set_share(p.a.vrnic, share);
         let mut done = 0;
         for ms in 1..=10 {
             for id in 0..16 {
@@ -365,7 +365,8 @@ fn after_a_job_that_took_long_the_next_ones_of_its_vrnic_are_careful() {
     assert_eq!(jobs.count(), 15, "copies are fast again after sixteen fast jobs");
 }
 
-/// A turn that took long has copied to or from pages that were not mapped: jobs make the next long copies, and turns the short ones.
+/// A turn that took long has copied to or from pages that were not mapped: jobs make the next long copies, and turns
+/// the short ones.
 #[test]
 fn after_a_turn_that_took_long_jobs_make_long_copies() {
     for (took_ns, jobs) in [(65_536, false), (65_537, true)] {
@@ -447,8 +448,8 @@ fn many_qps_share_the_jobs_of_a_vrnic() {
     let mut ends: Vec<(End, End)> = (0..QPS)
         .map(|_| {
             let rc = unirdma_formats::QpType::Rc;
-            let from = End::of_vnic(&mut p.rnic, p.a.vnic, 64, rc);
-            let mut to = End::of_vnic(&mut p.rnic, p.b.vnic, 64, rc);
+            let from = End::of_vrnic(&mut p.rnic, p.a.vrnic, 64, rc);
+            let mut to = End::of_vrnic(&mut p.rnic, p.b.vrnic, 64, rc);
             to.go_through_process(&mut p.rnic);
             for (e, peer, gid) in [(&from, &to, ip(2)), (&to, &from, ip(1))] {
                 for (mask, attr) in attrs(peer, gid) {

@@ -27,8 +27,8 @@ impl Limited {
     fn of(net: &mut Net, end: usize, most: usize) -> Arc<Limited> {
         let account = Arc::new(Limited { most, used: AtomicUsize::new(0) });
         let shared: Arc<dyn Account> = account.clone();
-        let vnic = net.ends[end].vnic;
-        net.rnic(end).set_account(vnic, &shared);
+        let vrnic = net.ends[end].vrnic;
+        net.rnic(end).set_account(vrnic, &shared);
         account
     }
 }
@@ -94,13 +94,13 @@ fn a_qp_keeps_a_part_of_what_its_vrnic_may() {
     const MIB: usize = 1 << 20;
     for (place, mut net) in places() {
         let account = Limited::of(&mut net, 1, usize::MAX);
-        let (ah, dest, vnic) = (net.ah(0, 1), net.ends[1].qpn, net.ends[1].vnic);
+        let (ah, dest, vrnic) = (net.ah(0, 1), net.ends[1].qpn, net.ends[1].vrnic);
         send(&mut net, ah, dest, 300, 4096);
         let one = account.used();
         assert!((MIB - 8192..=MIB).contains(&one), "{place}: {one}");
         let more: Vec<End> = (0..20)
             .map(|_| {
-                let e = End::of_vnic(net.rnic(1), vnic, 64, QpType::Ud);
+                let e = End::of_vrnic(net.rnic(1), vrnic, 64, QpType::Ud);
                 for (mask, attr) in attrs_of(QpType::Ud, 0, gid(0)) {
                     net.rnic(1).modify_qp(e.session, e.qpn, mask, &attr).unwrap();
                 }

@@ -25,7 +25,7 @@ fn datagrams_keep_their_traffic_class_when_their_receiver_moves() {
         .map(|(there, class)| (net.rnic(0).create_ah(session, pd, &there).unwrap(), class));
     for (after_move, (ah, class)) in of_ah.map(|a| (false, a)).into_iter().chain(of_ah.map(|a| (true, a))) {
         if after_move {
-            net.rnics[0].follow(0, gid(1));
+            net.rnics[0].reroute(0, gid(1));
         }
         let sge = net.ends[0].sge(0, 8);
         net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, to, &[sge]);
@@ -205,11 +205,11 @@ fn what_was_saved_together_is_within_a_host_again() {
         net.ends[0].post(w, &[sge]);
         net.rnics[0].poll(0);
         net.rnics[0].poll(0);
-        let saved = [0, 1].map(|end| net.rnics[0].save_vnic(0, net.ends[end].vnic).unwrap());
-        let mut memory = [0, 1].map(|end| net.rnics[0].take_vnic(0, net.ends[end].vnic).unwrap().1);
+        let saved = [0, 1].map(|end| net.rnics[0].save_vrnic(0, net.ends[end].vrnic).unwrap());
+        let mut memory = [0, 1].map(|end| net.rnics[0].take_vrnic(0, net.ends[end].vrnic).unwrap().1);
         let mut rnic = Rnic::new(77, 0);
         for end in [first, 1 - first] {
-            net.ends[end].vnic = rnic.restore_vnic(0, &saved[end], &mut memory[end]).unwrap();
+            net.ends[end].vrnic = rnic.restore_vrnic(0, &saved[end], &mut memory[end]).unwrap();
             // There are no answers before both are there, and nothing is lost by that.
             while poll(&mut rnic, 0) {}
         }
@@ -222,12 +222,13 @@ fn what_was_saved_together_is_within_a_host_again() {
         } else {
             assert!(net.ends[1].bytes(0, len) == mine, "{op:?}");
         }
-        let info = net.rnics[0].queue_pairs(net.ends[0].vnic);
+        let info = net.rnics[0].queue_pairs(net.ends[0].vrnic);
         assert_eq!((info[0].peer_host, info[0].counters.wire.sent_pkts), (None, 0), "{op:?}: without packets");
     }
 }
 
-/// A program may connect to a vRNIC that is moving, also one of its own host, and uses the connection when the vRNIC is there.
+/// A program may connect to a vRNIC that is moving, also one of its own host, and uses the connection when the vRNIC is
+/// there.
 #[test]
 fn a_connection_is_made_while_its_peer_moves() {
     for (home, to) in [(0, 0), (0, 1), (1, 0)] {
@@ -256,8 +257,8 @@ fn events_and_armings_are_kept() {
     net.ends[0].post(w, &[sge]);
     net.run(100_000);
     let err = abi::QpAttr { qp_state: 6, ..Default::default() };
-    let vnic = net.ends[0].vnic;
-    net.rnic(0).set_link(vnic, false);
+    let vrnic = net.ends[0].vrnic;
+    net.rnic(0).set_link(vrnic, false);
     net.leave(0, 1, 0);
     net.come_back(0);
     let session = net.ends[0].session;
@@ -266,7 +267,7 @@ fn events_and_armings_are_kept() {
     assert_eq!(out.len(), 1, "{out:?}");
     assert_eq!(out[0].session(), session);
     assert!(matches!(out[0], Output::Async { kind: unirdma_formats::AsyncEvent::PortErr, handle: 1, .. }));
-    assert!(!net.rnics[1].is_up(net.ends[0].vnic));
+    assert!(!net.rnics[1].is_up(net.ends[0].vrnic));
     net.run(2 * MS);
     out.clear();
     net.rnics[1].drain_outputs(&mut out);
@@ -285,9 +286,9 @@ fn numbers_go_on() {
     net.come_back(0);
     let session = net.ends[0].session;
     assert_eq!(net.rnic(0).create_pd(session), Ok(last + 1));
-    let vnic = net.ends[0].vnic;
-    let second = net.rnic(0).add_session(vnic).unwrap();
-    assert_eq!(net.rnics[1].numbered_sessions(vnic), [(1, session), (2, second)]);
+    let vrnic = net.ends[0].vrnic;
+    let second = net.rnic(0).add_session(vrnic).unwrap();
+    assert_eq!(net.rnics[1].numbered_sessions(vrnic), [(1, session), (2, second)]);
 }
 
 /// The driver places a message in the stage after the move, and a datagram waits for its receive during the move.
@@ -348,13 +349,13 @@ fn what_waits_for_a_program_waits_on() {
     }
 }
 
-/// Two programs of a vRNIC that share an XRC domain and a target still share them after a move, and the target lives on for the second
-/// one when the first one has destroyed it.
+/// Two programs of a vRNIC that share an XRC domain and a target still share them after a move, and the target lives on
+/// for the second one when the first one has destroyed it.
 #[test]
 fn shared_domains_and_targets_are_kept() {
     let mut net = Net::homes(2, &[QpType::XrcSend, QpType::Rc], 9, Faults::default(), |_| 0);
-    let vnic = net.ends[1].vnic;
-    let mut second = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
+    let vrnic = net.ends[1].vrnic;
+    let mut second = End::of_vrnic(net.rnic(1), vrnic, 64, QpType::Rc);
     let shared = OpenXrcd { key: Some((1, 2)), create: true, exclusive: false };
     let first = std::mem::replace(&mut net.ends[1], End::new(&mut Rnic::new(1, 0), 9, 99));
     let mut queues = [&first, &second].map(|e| xrc::XrcSrq::new(net.rnic(1), e, shared));
@@ -363,8 +364,8 @@ fn shared_domains_and_targets_are_kept() {
     net.rnic(1).open_qp(second.session, queues[1].xrcd, target).unwrap();
     net.leave(1, 1, MS);
     net.come_back(1);
-    let vnic = net.ends[1].vnic;
-    second.session = net.rnics[1].numbered_sessions(vnic)[1].1;
+    let vrnic = net.ends[1].vrnic;
+    second.session = net.rnics[1].numbered_sessions(vrnic)[1].1;
     for round in 0..2u64 {
         for (to, queue) in queues.iter_mut().enumerate() {
             let number = queue.number;
@@ -382,8 +383,8 @@ fn shared_domains_and_targets_are_kept() {
             net.rnic(1).destroy_qp(session, target).unwrap();
             net.leave(1, 0, 0);
             net.come_back(1);
-            let vnic = net.ends[1].vnic;
-            second.session = net.rnics[0].numbered_sessions(vnic)[1].1;
+            let vrnic = net.ends[1].vrnic;
+            second.session = net.rnics[0].numbered_sessions(vrnic)[1].1;
         }
     }
     assert!(net.rnic(1).destroy_qp(second.session, target).is_ok());
@@ -394,10 +395,10 @@ fn shared_domains_and_targets_are_kept() {
 #[test]
 fn limits_are_kept() {
     let mut net = Net::together(QpType::Rc);
-    let vnic = net.ends[0].vnic;
+    let vrnic = net.ends[0].vrnic;
     // 10 MB a second.
     let share = Share { weight: 7, rate_bps: 80_000_000, ops: 1000, burst_us: 0 };
-    net.rnic(0).set_share(vnic, share);
+    net.rnic(0).set_share(vrnic, share);
     for i in 0..10 {
         let (w, sge) = (net.request(WrOpcode::Write, i), net.ends[0].sge(0, 50_000));
         net.ends[0].post(w, &[sge]);
@@ -409,6 +410,6 @@ fn limits_are_kept() {
     assert!((2..=8).contains(&early), "{early} of 10 in 40 ms");
     net.run(SECOND);
     assert_eq!(early + net.ends[0].poll().len(), 10);
-    let vnic = net.ends[0].vnic;
-    assert_eq!(net.rnics[1].share(vnic), share);
+    let vrnic = net.ends[0].vrnic;
+    assert_eq!(net.rnics[1].share(vrnic), share);
 }

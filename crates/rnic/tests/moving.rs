@@ -34,7 +34,8 @@ fn request(net: &Net, op: WrOpcode, id: u64) -> abi::SqWqe {
     abi::SqWqe { compare_add: 3, swap: 9, ..net.remote(op, id, 0) }
 }
 
-/// Posts a request of every kind between the two ends' first bytes, with one end's process moving for `ms`. Returns bytes.
+/// Posts a request of every kind between the two ends' first bytes, with one end's process moving for `ms`. Returns
+/// bytes.
 fn every_request(typ: QpType, ops: &[WrOpcode], mover: usize, ms: u64) {
     for (place, mut net) in places(typ) {
         for (i, &op) in ops.iter().enumerate() {

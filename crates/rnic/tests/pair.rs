@@ -528,7 +528,7 @@ fn handles_of_another_session_are_no_handles() {
 #[test]
 fn an_overrun_cq_takes_its_qps_down_and_nobody_else() {
     let mut p = Pair::new();
-    let small = End::of_vnic(&mut p.rnic, p.a.vnic, 2, unirdma_formats::QpType::Rc);
+    let small = End::of_vrnic(&mut p.rnic, p.a.vrnic, 2, unirdma_formats::QpType::Rc);
     let mut small = small;
     let peer = End::new(&mut p.rnic, 0, 9);
     for (mask, attr) in attrs(&peer, ip(9)) {

@@ -43,17 +43,17 @@ fn events(net: &mut Net) -> [Vec<AsyncEvent>; 2] {
 fn without_a_link_nobody_answers_until_it_is_back() {
     for down in [0, 1] {
         for (place, mut net) in places(QpType::Rc) {
-            let vnic = net.ends[down].vnic;
-            net.rnic(down).set_link(vnic, false);
-            assert!(!net.rnic(down).is_up(vnic));
+            let vrnic = net.ends[down].vrnic;
+            net.rnic(down).set_link(vrnic, false);
+            assert!(!net.rnic(down).is_up(vrnic));
             write(&mut net);
             // Three retries of 67 ms each.
             net.run(SECOND / 10);
             assert_eq!(net.ends[0].poll().len(), 0, "{place}, {down} is down");
-            net.rnic(down).set_link(vnic, true);
+            net.rnic(down).set_link(vrnic, true);
             net.run(SECOND);
             assert_eq!(net.ends[0].done().status, 0, "{place}, {down} was down");
-            net.rnic(down).set_link(vnic, false);
+            net.rnic(down).set_link(vrnic, false);
             write(&mut net);
             net.run(SECOND);
             assert_eq!(status(&net.ends[0].done()), WcStatus::RetryExcErr, "{place}, {down} is down");
@@ -68,13 +68,13 @@ fn without_a_link_nobody_answers_until_it_is_back() {
 fn datagrams_and_connection_requests_stop_at_a_port_that_is_down() {
     for down in [0, 1] {
         for (place, mut net) in places(QpType::Ud) {
-            let vnic = net.ends[down].vnic;
-            net.rnic(down).set_link(vnic, false);
+            let vrnic = net.ends[down].vrnic;
+            net.rnic(down).set_link(vrnic, false);
             let ah = net.ah(0, 1);
             let (sge, dest, to) = (net.ends[0].sge(0, 10), net.ends[1].qpn, net.ends[1].sge(0, 100));
             (0..2).for_each(|i| net.ends[1].recv(i, &[to]));
             for (up, arrived) in [(false, 0), (true, 1)] {
-                net.rnic(down).set_link(vnic, up);
+                net.rnic(down).set_link(vrnic, up);
                 net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);
                 net.run(SECOND);
                 assert_eq!(net.ends[0].done().status, 0, "{place}");
@@ -87,13 +87,13 @@ fn datagrams_and_connection_requests_stop_at_a_port_that_is_down() {
 #[test]
 fn every_program_of_the_port_hears_of_changes_and_no_other() {
     let (_, mut net) = places(QpType::Rc).into_iter().next().unwrap();
-    let vnic = net.ends[0].vnic;
+    let vrnic = net.ends[0].vrnic;
     events(&mut net);
     for up in [false, false, true] {
-        net.rnic(0).set_link(vnic, up);
+        net.rnic(0).set_link(vrnic, up);
     }
-    net.rnic(0).set_gids(vnic, vec![gid(0), ip(9)]);
-    net.rnic(0).set_gids(vnic, vec![gid(0), ip(9)]);
+    net.rnic(0).set_gids(vrnic, vec![gid(0), ip(9)]);
+    net.rnic(0).set_gids(vrnic, vec![gid(0), ip(9)]);
     let expected = vec![AsyncEvent::PortErr, AsyncEvent::PortActive, AsyncEvent::GidChange];
     assert_eq!(events(&mut net), [expected, vec![]]);
 }
@@ -101,9 +101,9 @@ fn every_program_of_the_port_hears_of_changes_and_no_other() {
 #[test]
 fn an_address_that_is_taken_away_serves_nobody() {
     for (place, mut net) in places(QpType::Rc) {
-        let (vnic, session, pd) = (net.ends[0].vnic, net.ends[0].session, net.ends[0].pd);
-        net.rnic(0).set_gids(vnic, vec![Gid::default(), ip(9)]);
-        assert_eq!(net.rnic(0).gids(vnic), [Gid::default(), ip(9)]);
+        let (vrnic, session, pd) = (net.ends[0].vrnic, net.ends[0].session, net.ends[0].pd);
+        net.rnic(0).set_gids(vrnic, vec![Gid::default(), ip(9)]);
+        assert_eq!(net.rnic(0).gids(vrnic), [Gid::default(), ip(9)]);
         // A hole in the GID table is no address to connect from.
         assert_eq!(net.rnic(0).create_ah(session, pd, &address(gid(1))), Err(Status::BadValue), "{place}");
         write(&mut net);
@@ -120,11 +120,11 @@ fn an_address_that_is_taken_away_serves_nobody() {
 #[test]
 fn a_connection_whose_address_is_back_goes_on() {
     for (place, mut net) in places(QpType::Rc) {
-        let vnic = net.ends[0].vnic;
-        net.rnic(0).set_gids(vnic, vec![ip(9)]);
+        let vrnic = net.ends[0].vrnic;
+        net.rnic(0).set_gids(vrnic, vec![ip(9)]);
         write(&mut net);
         net.run(SECOND / 10);
-        net.rnic(0).set_gids(vnic, vec![ip(9), gid(0)]);
+        net.rnic(0).set_gids(vrnic, vec![ip(9), gid(0)]);
         net.run(SECOND);
         assert_eq!(net.ends[0].done().status, 0, "{place}");
     }
@@ -294,8 +294,8 @@ fn the_target_of_an_xrc_connection_lives_as_long_as_one_program_has_it_open() {
     const FILE: OpenXrcd = OpenXrcd { key: Some((1, 2)), create: true, exclusive: false };
     for hosts in [1, 2] {
         let mut net = Net::hosts(hosts, &[QpType::XrcSend, QpType::Rc], 3, Faults::default());
-        let (vnic, first) = (net.ends[1].vnic, net.ends[1].session);
-        let other = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
+        let (vrnic, first) = (net.ends[1].vrnic, net.ends[1].session);
+        let other = End::of_vrnic(net.rnic(1), vrnic, 64, QpType::Rc);
         let own = net.ends.remove(1);
         let a = XrcSrq::new(net.rnic(1), &own, FILE);
         let mut b = XrcSrq::new(net.rnic(1), &other, FILE);

@@ -5,7 +5,7 @@ use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::QpType;
 use unirdma_mem::{CqRing, ProcMem, QpRings};
-use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, Share, SrqAttr, VnicConfig};
+use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, Share, SrqAttr, VrnicConfig};
 use unirdma_simkit::*;
 
 const FEW: u32 = 3;
@@ -72,8 +72,8 @@ const OBJECTS: [(&str, Make, Destroy); 8] = [
 ];
 
 /// A session with a PD and a CQ.
-fn session(r: &mut Rnic, vnic: unirdma_rnic::VnicId) -> (SessionId, u32, u32) {
-    let s = r.add_session(vnic).unwrap();
+fn session(r: &mut Rnic, vrnic: unirdma_rnic::VrnicId) -> (SessionId, u32, u32) {
+    let s = r.add_session(vrnic).unwrap();
     r.set_doorbell(s, unirdma_mem::Bell::new(aligned(4096)).unwrap()).unwrap();
     let cq = r.create_cq(s, CqRing::new(aligned(128), aligned(64 * 4), 4).unwrap(), None).unwrap();
     (s, r.create_pd(s).unwrap(), cq)
@@ -92,9 +92,9 @@ fn every_quota_is_reached_and_freed() {
         ..Limits::default()
     };
     let mut r = Rnic::new(1, 0);
-    let mut vnic =
-        |n, limits| r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap();
-    let (tight, free) = (vnic(1, few), vnic(2, Limits::default()));
+    let mut vrnic =
+        |n, limits| r.add_vrnic(VrnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap();
+    let (tight, free) = (vrnic(1, few), vrnic(2, Limits::default()));
     // Two programs share the quota of their vRNIC.
     let (a, b, other) = (session(&mut r, tight), session(&mut r, tight), session(&mut r, free));
     for (what, make, destroy) in OBJECTS {
@@ -129,10 +129,10 @@ fn every_quota_is_reached_and_freed() {
 #[test]
 fn a_session_has_as_many_qps_as_doorbell_bits() {
     let mut r = Rnic::new(1, 0);
-    let vnic = r
-        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+    let vrnic = r
+        .add_vrnic(VrnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
         .unwrap();
-    let (a, b) = (session(&mut r, vnic), session(&mut r, vnic));
+    let (a, b) = (session(&mut r, vrnic), session(&mut r, vrnic));
     let qps: Vec<u32> = (0..abi::MAX_QP).map(|_| create_qp(&mut r, a.0, a.1, a.2).unwrap()).collect();
     assert_eq!(create_qp(&mut r, a.0, a.1, a.2), Err(Status::Exhausted));
     create_qp(&mut r, b.0, b.1, b.2).unwrap();
@@ -143,10 +143,10 @@ fn a_session_has_as_many_qps_as_doorbell_bits() {
 #[test]
 fn a_multicast_group_has_room_for_so_many_qps() {
     let mut r = Rnic::new(1, 0);
-    let vnic = r
-        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+    let vrnic = r
+        .add_vrnic(VrnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
         .unwrap();
-    let (s, pd, cq) = session(&mut r, vnic);
+    let (s, pd, cq) = session(&mut r, vrnic);
     let group = unirdma_formats::Gid::from_ip("239.1.1.1".parse().unwrap());
     let attach = |r: &mut Rnic| {
         let qpn = create_qp_of(QpType::Ud, r, s, pd, cq).unwrap();
@@ -162,11 +162,11 @@ fn a_multicast_group_has_room_for_so_many_qps() {
 #[test]
 fn attachments_to_multicast_groups_have_a_quota() {
     let mut r = Rnic::new(1, 0);
-    let vnic = |r: &mut Rnic, n| {
+    let vrnic = |r: &mut Rnic, n| {
         let limits = Limits::default();
-        r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap()
+        r.add_vrnic(VrnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap()
     };
-    let (mine, others) = (vnic(&mut r, 1), vnic(&mut r, 2));
+    let (mine, others) = (vrnic(&mut r, 1), vrnic(&mut r, 2));
     let (mine, others) = (session(&mut r, mine), session(&mut r, others));
     let gid = |qp: usize, n: u8| unirdma_formats::Gid::from_ip([239, (qp >> 8) as u8, qp as u8, n].into());
     let mut qps = Vec::new();
@@ -201,14 +201,14 @@ fn a_program_that_ends_frees_all_of_its_quota() {
         ..Limits::default()
     };
     let mut r = Rnic::new(1, 0);
-    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: few, share: Share::default() }).unwrap();
+    let vrnic = r.add_vrnic(VrnicConfig { group: 0, gids: vec![ip(1)], limits: few, share: Share::default() }).unwrap();
     for round in 0..3 {
-        let (s, pd, cq) = session(&mut r, vnic);
+        let (s, pd, cq) = session(&mut r, vrnic);
         for (what, make, _) in OBJECTS.into_iter().filter(|o| o.0 != "MW") {
             make(&mut r, s, pd, cq).unwrap_or_else(|e| panic!("{round}, {what}: {e:?}"));
         }
         r.remove_session(s);
-        assert_eq!(r.usage(vnic), unirdma_rnic::Usage::default());
+        assert_eq!(r.usage(vrnic), unirdma_rnic::Usage::default());
     }
 }
 
@@ -216,10 +216,10 @@ fn a_program_that_ends_frees_all_of_its_quota() {
 #[test]
 fn uses_are_counted() {
     let mut r = Rnic::new(1, 0);
-    let vnic = r
-        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+    let vrnic = r
+        .add_vrnic(VrnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
         .unwrap();
-    let (s, pd, cq) = session(&mut r, vnic);
+    let (s, pd, cq) = session(&mut r, vrnic);
     for (what, make, destroy) in OBJECTS.into_iter().filter(|o| !["PD", "CQ", "XRCD"].contains(&o.0)) {
         let n = make(&mut r, s, pd, cq).unwrap();
         assert_eq!(r.destroy_pd(s, pd), Err(Status::Busy), "{what}");
@@ -237,19 +237,19 @@ fn uses_are_counted() {
     r.dereg_mr(s, mr).unwrap();
     r.destroy_pd(s, second).unwrap();
     r.destroy_cq(s, cq).unwrap();
-    assert_eq!(r.usage(vnic), unirdma_rnic::Usage { sessions: 1, ..Default::default() });
+    assert_eq!(r.usage(vrnic), unirdma_rnic::Usage { sessions: 1, ..Default::default() });
 }
 
 /// Counters of mapped memory, of copied memory, and of windows, which are neither.
 #[test]
 fn memory_is_counted_by_the_way_that_it_is_reached() {
     let mut r = Rnic::new(1, 0);
-    let vnic = r
-        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+    let vrnic = r
+        .add_vrnic(VrnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
         .unwrap();
-    let (s, pd, _) = session(&mut r, vnic);
+    let (s, pd, _) = session(&mut r, vrnic);
     let used = |r: &Rnic| {
-        let u = r.usage(vnic);
+        let u = r.usage(vrnic);
         (u.mrs_mapped, u.bytes_mapped, u.mrs_copied, u.bytes_copied)
     };
     let process = || (Backing::Process(ProcMem::of_self().unwrap(), 0), vec![]);

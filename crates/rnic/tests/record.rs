@@ -30,7 +30,7 @@ fn full() -> (Net, Vec<u8>, Attached) {
     }
     net.rnics[0].poll(0);
     let now = net.now;
-    let (record, attached) = net.rnics[0].take_vnic(now, net.ends[0].vnic).unwrap();
+    let (record, attached) = net.rnics[0].take_vrnic(now, net.ends[0].vrnic).unwrap();
     (net, record.to_bytes().unwrap(), attached)
 }
 
@@ -59,40 +59,40 @@ fn bytes_that_are_no_record_are_refused() {
 }
 
 /// The visible state of a host.
-fn seen(rnic: &mut Rnic, vnic: VnicId) -> (Vec<u8>, Usage, bool) {
-    (rnic.save_vnic(0, vnic).unwrap().to_bytes().unwrap(), rnic.usage(vnic), rnic.is_busy())
+fn seen(rnic: &mut Rnic, vrnic: VrnicId) -> (Vec<u8>, Usage, bool) {
+    (rnic.save_vrnic(0, vrnic).unwrap().to_bytes().unwrap(), rnic.usage(vrnic), rnic.is_busy())
 }
 
 #[test]
 fn what_is_taken_on_the_host_is_refused() {
     let (mut net, bytes, mut attached) = full();
     let record = Record::from_bytes(&bytes).unwrap();
-    let stranger = net.ends[1].vnic;
+    let stranger = net.ends[1].vrnic;
     let before = seen(&mut net.rnics[0], stranger);
-    let vnic = net.rnics[0].restore_vnic(0, &record, &mut attached).unwrap();
-    let again = net.rnics[0].restore_vnic(0, &record, &mut attached).unwrap_err();
+    let vrnic = net.rnics[0].restore_vrnic(0, &record, &mut attached).unwrap();
+    let again = net.rnics[0].restore_vrnic(0, &record, &mut attached).unwrap_err();
     assert_eq!(again, RestoreError::Taken(Object::Gid(ip(1))));
     assert_eq!(again.to_string(), "GID ::ffff:10.0.0.1 exists on this host already");
     // Without the address it is the number of the QP.
-    net.rnics[0].set_gids(vnic, vec![ip(77)]);
-    let e = net.rnics[0].restore_vnic(0, &record, &mut attached).unwrap_err();
+    net.rnics[0].set_gids(vrnic, vec![ip(77)]);
+    let e = net.rnics[0].restore_vrnic(0, &record, &mut attached).unwrap_err();
     assert_eq!(e, RestoreError::Taken(Object::Qp { qpn: net.ends[0].qpn }));
     // Hosts with the same seed give the same keys.
     let mut other = Rnic::new(9, 0);
-    let config = VnicConfig { group: 0, gids: vec![ip(5)], limits: Limits::default(), share: Share::default() };
-    let id = other.add_vnic(config).unwrap();
+    let config = VrnicConfig { group: 0, gids: vec![ip(5)], limits: Limits::default(), share: Share::default() };
+    let id = other.add_vrnic(config).unwrap();
     let s = other.add_session(id).unwrap();
     let pd = other.create_pd(s).unwrap();
     let backing = Backing::Mapped(Span::anonymous(4096));
     let (_, key) = other.reg_mr(s, pd, ALL, IOVA, 4096, (backing, vec![])).unwrap();
     assert_eq!(key, net.ends[0].key);
-    let e = other.restore_vnic(0, &record, &mut attached).unwrap_err();
+    let e = other.restore_vrnic(0, &record, &mut attached).unwrap_err();
     assert_eq!(e, RestoreError::Taken(Object::Key(key)));
     let mut narrow = Rnic::new(10, 0);
     narrow.set_wire_mtu(512);
-    let e = narrow.restore_vnic(0, &record, &mut attached).unwrap_err();
+    let e = narrow.restore_vrnic(0, &record, &mut attached).unwrap_err();
     assert_eq!(e, RestoreError::Mtu { qpn: net.ends[0].qpn, mtu: 1024, most: 512 });
-    net.rnics[0].remove_vnic(vnic);
+    net.rnics[0].remove_vrnic(vrnic);
     assert_eq!(seen(&mut net.rnics[0], stranger).1, before.1);
 }
 
@@ -153,21 +153,21 @@ fn rings(layout: QpLayout) -> Option<QpRings> {
 fn memory_that_is_missing_or_does_not_fit_is_refused() {
     let (mut net, bytes, mut attached) = full();
     let record = Record::from_bytes(&bytes).unwrap();
-    let stranger = net.ends[1].vnic;
+    let stranger = net.ends[1].vrnic;
     let before = seen(&mut net.rnics[0], stranger);
     let (mut missing, mut unlike) = (0, 0);
     for unlike_it in [false, true] {
         for skips in 0.. {
             let mut some = Forgetful { of: &mut attached, skips, unlike: unlike_it, asked: 0 };
             // A resource of which there is no other kind is given unchanged.
-            match net.rnics[0].restore_vnic(0, &record, &mut some) {
+            match net.rnics[0].restore_vrnic(0, &record, &mut some) {
                 Err(RestoreError::NotGiven(_)) if !unlike_it => missing += 1,
                 Err(RestoreError::Unlike(_)) if unlike_it => unlike += 1,
                 Err(e) => panic!("{e}"),
-                Ok(vnic) => {
+                Ok(vrnic) => {
                     let all = some.asked <= skips;
                     let now = net.now;
-                    (_, attached) = net.rnics[0].take_vnic(now, vnic).unwrap();
+                    (_, attached) = net.rnics[0].take_vrnic(now, vrnic).unwrap();
                     if all {
                         break;
                     }
@@ -201,7 +201,7 @@ fn forged_records_do_no_harm() {
         forged[HEADER - 4..HEADER].copy_from_slice(&crc.finalize().to_le_bytes());
         let Ok(record) = Record::from_bytes(&forged) else { continue };
         let mut rnic = Rnic::new(round, 0);
-        let Ok(vnic) = rnic.restore_vnic(round, &record, &mut attached) else { continue };
+        let Ok(vrnic) = rnic.restore_vrnic(round, &record, &mut attached) else { continue };
         taken += 1;
         let mut now = round;
         for _ in 0..20 {
@@ -211,9 +211,9 @@ fn forged_records_do_no_harm() {
             now = rnic.next_timeout().unwrap_or(now).max(now + 1);
         }
         // Its memory is returned unchanged, except for the positions in its rings.
-        let again = rnic.take_vnic(now, vnic).unwrap();
+        let again = rnic.take_vrnic(now, vrnic).unwrap();
         assert!(Record::from_bytes(&again.0.to_bytes().unwrap()).is_ok(), "round {round}: it can be saved again");
-        rnic.remove_vnic(vnic);
+        rnic.remove_vrnic(vrnic);
     }
     assert!(taken > 1000, "{taken}");
 }

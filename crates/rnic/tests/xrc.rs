@@ -25,8 +25,8 @@ struct Xrc {
 fn each() -> [(&'static str, Xrc); 2] {
     [1, 2].map(|hosts| {
         let mut net = Net::hosts(hosts, &[QpType::XrcSend, QpType::Rc], 3, Faults::default());
-        let vnic = net.ends[1].vnic;
-        let other = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
+        let vrnic = net.ends[1].vrnic;
+        let other = End::of_vrnic(net.rnic(1), vrnic, 64, QpType::Rc);
         let end = net.ends.remove(1);
         let a = XrcSrq::new(net.rnic(1), &end, FILE);
         let b = XrcSrq::new(net.rnic(1), &other, OpenXrcd { create: false, ..FILE });

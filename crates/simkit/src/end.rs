@@ -6,7 +6,7 @@ use unirdma_abi as abi;
 use unirdma_formats::cm::GSI_QKEY;
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
 use unirdma_mem::{Bell, CqRing, CqTail, ProcMem, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, Limits, Rng, Rnic, SessionId, Share, VnicConfig, VnicId};
+use unirdma_rnic::{Backing, CreateQp, Limits, Rng, Rnic, SessionId, Share, VrnicConfig, VrnicId};
 use zerocopy::IntoBytes;
 
 use crate::QKEY;
@@ -106,7 +106,7 @@ impl Queues {
 /// A program: one session with a PD, a CQ, a QP and registered memory.
 pub struct End {
     /// Its vRNIC.
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     /// Its session.
     pub session: SessionId,
     /// The PD of everything that it has.
@@ -149,20 +149,20 @@ impl End {
 
     /// A program with a QP of this type on a new vRNIC with the address `ip(n)` in this group.
     pub fn of_type(rnic: &mut Rnic, group: u32, n: u8, typ: QpType) -> End {
-        let vnic = rnic
-            .add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default(), share: Share::default() })
+        let vrnic = rnic
+            .add_vrnic(VrnicConfig { group, gids: vec![ip(n)], limits: Limits::default(), share: Share::default() })
             .unwrap();
-        Self::of_vnic(rnic, vnic, 64, typ)
+        Self::of_vrnic(rnic, vrnic, 64, typ)
     }
 
     /// A program on this vRNIC, with a QP of this type and a CQ of `cqes` entries.
-    pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: QpType) -> End {
-        Self::with_raw(rnic, vnic, cqes, typ as u8)
+    pub fn of_vrnic(rnic: &mut Rnic, vrnic: VrnicId, cqes: u32, typ: QpType) -> End {
+        Self::with_raw(rnic, vrnic, cqes, typ as u8)
     }
 
     /// A driver with the vRNIC's QP for general services (GSI), in RTS.
-    pub fn of_services(rnic: &mut Rnic, vnic: VnicId) -> End {
-        let e = Self::with_raw(rnic, vnic, 64, abi::QP_TYPE_GSI);
+    pub fn of_services(rnic: &mut Rnic, vrnic: VrnicId) -> End {
+        let e = Self::with_raw(rnic, vrnic, 64, abi::QP_TYPE_GSI);
         // The attributes that kernels set in each step.
         let steps = [(QpState::Init, m::PKEY_INDEX | m::QKEY), (QpState::Rtr, 0), (QpState::Rts, m::SQ_PSN)];
         for (state, mask) in steps {
@@ -172,8 +172,8 @@ impl End {
         e
     }
 
-    fn with_raw(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: u8) -> End {
-        let session = rnic.add_session(vnic).unwrap();
+    fn with_raw(rnic: &mut Rnic, vrnic: VrnicId, cqes: u32, typ: u8) -> End {
+        let session = rnic.add_session(vrnic).unwrap();
         let bell = Bell::new(aligned(4096)).unwrap();
         rnic.set_doorbell(session, bell.clone()).unwrap();
         rnic.unpark(session, 0);
@@ -183,7 +183,7 @@ impl End {
         let memory = aligned(MR_BYTES);
         let (mr, key) =
             rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (Backing::Mapped(memory.clone()), vec![7])).unwrap();
-        End { vnic, session, pd, cqn, cq, queues, memory, key, mr, in_process: false }
+        End { vrnic, session, pd, cqn, cq, queues, memory, key, mr, in_process: false }
     }
 
     /// Registers its memory as private memory of a process, and uses that MR from now on.

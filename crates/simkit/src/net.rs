@@ -147,7 +147,8 @@ impl Net {
         net
     }
 
-    /// `hosts` hosts and one end of each of these types, not connected yet. End `i` lives on host `i` modulo their number.
+    /// `hosts` hosts and one end of each of these types, not connected yet. End `i` lives on host `i` modulo their
+    /// number.
     pub fn hosts(hosts: usize, types: &[QpType], seed: u64, faults: Faults) -> Net {
         Self::homes(hosts, types, seed, faults, |end| end % hosts)
     }
@@ -259,7 +260,7 @@ impl Net {
             return;
         }
         let (home, now) = (self.host_of(end), self.now);
-        let (record, memory) = self.rnics[home].take_vnic(now, self.ends[end].vnic).unwrap();
+        let (record, memory) = self.rnics[home].take_vrnic(now, self.ends[end].vrnic).unwrap();
         let record = record.to_bytes().unwrap();
         self.away.insert(end, Away { record, memory, since: now, until: now + away_ns, to });
         self.set_routes();
@@ -271,27 +272,27 @@ impl Net {
         let now = self.now;
         let record = Record::from_bytes(&a.record).unwrap();
         // A host on which another vRNIC has the same key or QPN refuses it. Then the next host is tried.
-        let vnic = loop {
-            match self.rnics[a.to].restore_vnic(now, &record, &mut a.memory) {
-                Ok(vnic) => break vnic,
+        let vrnic = loop {
+            match self.rnics[a.to].restore_vrnic(now, &record, &mut a.memory) {
+                Ok(vrnic) => break vrnic,
                 Err(RestoreError::Taken(Object::Key(_) | Object::Qp { .. })) => a.to = (a.to + 1) % self.rnics.len(),
                 Err(e) => panic!("end {end}: {e}"),
             }
         };
         let rnic = &mut self.rnics[a.to];
         // Nothing was lost: the vRNIC saves to the same record again.
-        let again = rnic.save_vnic(now, vnic).unwrap();
+        let again = rnic.save_vrnic(now, vrnic).unwrap();
         assert!(again == record, "end {end}: {again:?}\nand before\n{record:?}");
         assert!(again.to_bytes().unwrap() == a.record);
         let e = &mut self.ends[end];
-        e.vnic = vnic;
-        e.session = rnic.numbered_sessions(vnic)[0].1;
+        e.vrnic = vrnic;
+        e.session = rnic.numbered_sessions(vrnic)[0].1;
         self.homes[end] = a.to;
         self.moves += 1;
         *self.lost.entry(self.ends[end].qpn).or_default() += 1 + ((now - a.since) / TRY_NS) as u32;
         self.set_routes();
         for h in (0..self.rnics.len()).filter(|&h| h != a.to) {
-            self.rnics[h].follow(0, gid(end));
+            self.rnics[h].reroute(0, gid(end));
         }
     }
 
@@ -513,7 +514,7 @@ impl Net {
 
     /// Counters of the vRNIC of an end. The end must not be away.
     pub fn counters(&self, end: usize) -> Counters {
-        self.rnics[self.host_of(end)].counters(self.ends[end].vnic).unwrap()
+        self.rnics[self.host_of(end)].counters(self.ends[end].vrnic).unwrap()
     }
 
     /// State of the QP of an end, as QUERY_QP has it.

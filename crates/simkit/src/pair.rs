@@ -42,10 +42,10 @@ impl Pair {
     }
 
     /// The same with both ends on one vRNIC, which has the address `ip(1)`.
-    pub fn of_one_vnic() -> Pair {
+    pub fn of_one_vrnic() -> Pair {
         let mut rnic = Rnic::new(1, 0);
         let a = End::new(&mut rnic, 0, 1);
-        let b = End::of_vnic(&mut rnic, a.vnic, 64, QpType::Rc);
+        let b = End::of_vrnic(&mut rnic, a.vrnic, 64, QpType::Rc);
         Pair::connected(rnic, a, b, 1)
     }
 

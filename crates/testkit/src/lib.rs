@@ -1,4 +1,5 @@
-//! Test kit: a virtual layer in this process, well-behaved programs on it, a hostile frontend, and queues without a driver.
+//! Test kit: a virtual layer in this process, well-behaved programs on it, a hostile frontend, and queues without a
+//! driver.
 //!
 //! May depend on all layers; only tests and measurements depend on it. It must never touch a virtual layer that neither
 //! it nor `cargo xtask` has started.

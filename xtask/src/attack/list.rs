@@ -1,7 +1,7 @@
 //! The list of all known attacks, and how each is tried.
 
 use crate::Result;
-use crate::lab::Lab;
+use crate::harness::Lab;
 use crate::suite;
 
 /// Additional argument of a program, after its own vRNIC's socket and its duration.

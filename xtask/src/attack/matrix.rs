@@ -5,9 +5,9 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::footprint::Footprint;
+use super::fixture::{Kind, Place, Scene, VICTIMS};
 use super::list::{Argument, Program};
-use super::scene::{Kind, Place, Scene, VICTIMS};
+use super::resource_usage::Footprint;
 use crate::bench::{median, named, print_json, topology};
 use crate::{Result, packages};
 

@@ -1,10 +1,10 @@
 //! `cargo xtask attack`: tries every known attack against a virtual layer with victims in the attacker's group and in
 //! another one, and reports the results.
 
-pub(crate) mod footprint;
+pub(crate) mod fixture;
 pub(crate) mod list;
 pub(crate) mod matrix;
-pub(crate) mod scene;
+pub(crate) mod resource_usage;
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::bench::{named, print_json, topology};
-use crate::lab::{self, Lab};
+use crate::harness::{self, Lab};
 use crate::{Result, packages};
-use footprint::Footprint;
+use fixture::{Figures, Place, Scene, VICTIMS, Victims, Worse};
 use list::{ATTACKS, Attack, COMPUTING, HONEST, Program, Way};
-use scene::{Figures, Place, Scene, VICTIMS, Victims, Worse};
+use resource_usage::Footprint;
 
 /// Limit for victims in the attacker's group: how many times worse a figure may be than beside the honest neighbour.
 pub(crate) const LIMIT_SAME: f64 = 1.5;
@@ -37,7 +37,7 @@ const SILENCE_US: f64 = 1e6;
 
 /// True if this machine has enough cores for the fine limits.
 pub(crate) fn judges_time() -> bool {
-    lab::cores().len() >= CORES_TO_JUDGE_TIME
+    harness::cores().len() >= CORES_TO_JUDGE_TIME
 }
 
 /// The note in the tables about the limits on few cores.
@@ -138,7 +138,7 @@ struct Row {
     new_programs: Option<bool>,
     /// The virtual layer's processes before the attack and after it, and the highest value of each resource during it.
     before: Footprint,
-    during: Option<footprint::Held>,
+    during: Option<resource_usage::Held>,
     after: Footprint,
 }
 
@@ -163,7 +163,7 @@ struct Outcome {
     figures: [Option<(Figures, Figures)>; 2],
     new_programs: Option<bool>,
     before: Footprint,
-    during: Option<footprint::Held>,
+    during: Option<resource_usage::Held>,
     after: Footprint,
 }
 
@@ -268,7 +268,9 @@ fn checked(programs: &Path, check: fn(&Lab) -> Result<()>) -> Result<Outcome> {
 fn attempt(programs: &Path, attack: &Attack, seconds: u64) -> Result<Outcome> {
     match attack.way {
         Way::Program(p) => beside(programs, &p, seconds),
-        Way::Check { needs_root: true, .. } if lab::uid() != 0 => Ok(Outcome::skipped("it takes root to set it up")),
+        Way::Check { needs_root: true, .. } if harness::uid() != 0 => {
+            Ok(Outcome::skipped("it takes root to set it up"))
+        }
         Way::Check { check, .. } => checked(programs, check),
         Way::Elsewhere(place) => Ok(Outcome::skipped(place)),
     }
@@ -456,8 +458,8 @@ fn print(r: &Report) {
         }
         let (before, after) = (row.before.sum(), row.after.sum());
         let most = row.during.unwrap_or_default().max(before).max(after);
-        let most = footprint::Held { rss_kib: most.rss_kib.max(row.after.peak_rss_kib()), ..most };
-        let three = |f: fn(&footprint::Held) -> u64| format!("{}>{}>{}", f(&before), f(&most), f(&after));
+        let most = resource_usage::Held { rss_kib: most.rss_kib.max(row.after.peak_rss_kib()), ..most };
+        let three = |f: fn(&resource_usage::Held) -> u64| format!("{}>{}>{}", f(&before), f(&most), f(&after));
         println!(
             " {:>5}  {:^20} {:^20} {:^20}{}",
             yes(row.new_programs),

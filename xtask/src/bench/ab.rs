@@ -7,7 +7,7 @@ use std::process::Command;
 use serde::Serialize;
 
 use super::{median, print_json, rows, topology};
-use crate::lab::{self, Lab, Link, TwoHosts};
+use crate::harness::{self, Lab, Link, TwoHosts};
 use crate::{Result, packages};
 
 /// One figure of perftest.
@@ -119,19 +119,19 @@ impl Row {
 
 /// Output of `git` with these arguments, in this tree.
 fn git(args: &[&str]) -> Result<String> {
-    let o = Command::new("git").args(args).current_dir(lab::root()).output().map_err(|e| format!("git: {e}"))?;
+    let o = Command::new("git").args(args).current_dir(harness::root()).output().map_err(|e| format!("git: {e}"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_string();
     if o.status.success() { Ok(text(&o.stdout)) } else { Err(format!("git {}: {}", args.join(" "), text(&o.stderr))) }
 }
 
 /// Builds another commit in a worktree of its own, which is kept for the next time. Returns the path of its `unirdma`.
 fn build_commit(commit: &str) -> Result<PathBuf> {
-    let tree = lab::root().join("target/ab").join(commit);
+    let tree = harness::root().join("target/ab").join(commit);
     let _ = git(&["worktree", "prune"]);
     if !tree.join("Cargo.toml").exists() {
         git(&["worktree", "add", "--quiet", "--force", "--detach", &tree.display().to_string(), commit])?;
     }
-    lab::build_in(&tree)?;
+    harness::build_in(&tree)?;
     Ok(tree.join("target/release/unirdma"))
 }
 
@@ -179,7 +179,7 @@ pub(crate) fn ab(rev: &str, runs: u32, only: Option<&str>, json: bool) -> Result
         return Err(format!("no figure's name contains {}; there are: {names}", only.unwrap_or_default()));
     }
     let mut skipped = Vec::new();
-    if lab::uid() != 0 {
+    if harness::uid() != 0 {
         skipped.extend(figures.iter().filter(|f| f.wire).map(|f| format!("{}: two hosts need root", f.name)));
         figures.retain(|f| !f.wire);
     }
@@ -187,8 +187,8 @@ pub(crate) fn ab(rev: &str, runs: u32, only: Option<&str>, json: bool) -> Result
     eprintln!("building {commit}");
     let old = build_commit(&commit)?;
     eprintln!("building this tree");
-    lab::build()?;
-    let new = lab::unirdma();
+    harness::build()?;
+    let new = harness::unirdma();
     let mut pairs: Vec<Vec<(f64, f64)>> = figures.iter().map(|_| Vec::new()).collect();
     for run in 1..=runs {
         let (a, b) = (Build::start(&old, "a", local, wire)?, Build::start(&new, "b", local, wire)?);

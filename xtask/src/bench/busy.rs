@@ -7,7 +7,7 @@ use std::process::Command;
 use serde::Serialize;
 
 use super::{figures, median, named, print_json};
-use crate::lab::{self, Lab, Running};
+use crate::harness::{self, Lab, Running};
 use crate::suite::compile;
 use crate::{Result, packages};
 
@@ -175,13 +175,13 @@ pub(crate) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     let chosen = named(CASES.iter().collect(), |c| c.name, only, "program")?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
-    lab::build()?;
+    harness::build()?;
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     lab.vrnic("b", &["--ip", "10.0.0.2"])?;
     let exe = compile(&lab, "busy", &["-libverbs", "-pthread"])?;
     let bench = Bench { lab, exe };
-    let cores = lab::cores().len();
+    let cores = harness::cores().len();
     let (mut rows, mut skipped) = (Vec::new(), Vec::new());
     for case in chosen {
         for computing in [0, cores, cores + 1] {

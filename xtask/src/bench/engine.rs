@@ -6,7 +6,7 @@ use std::process::Command;
 use serde::Serialize;
 
 use super::{median, print_json};
-use crate::{Result, lab};
+use crate::{Result, harness};
 
 #[derive(Serialize)]
 struct Report {
@@ -174,7 +174,7 @@ impl Figure<'_> {
 
 pub(crate) fn engine(runs: usize, json: bool) -> Result<()> {
     eprintln!("building");
-    let program = lab::build_example("unirdma-testkit", "engine")?;
+    let program = harness::build_example("unirdma-testkit", "engine")?;
     let mut all = Vec::new();
     for n in 1..=runs {
         eprintln!("run {n} of {runs}: WRITEs of 8 B to 1 MiB with one poller and with two");

@@ -7,11 +7,11 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::{pollers, print_json, rows};
+use crate::attack::fixture::{Figures, Place, Scene, VICTIMS, Worse};
 use crate::attack::list::{Attack, COMPUTING, HONEST, Program, Way};
-use crate::attack::scene::{Figures, Place, Scene, VICTIMS, Worse};
 use crate::attack::{LIMIT_SAME as LIMIT, Limits, judges_time, time_note};
 use crate::fleet::Fleet;
-use crate::{Result, attack, lab, packages};
+use crate::{Result, attack, harness, packages};
 
 /// The program that runs at the same time as the victim.
 struct Neighbour {
@@ -96,7 +96,7 @@ fn limited(wanted: &[&CentreLimit]) -> Result<Vec<Limited>> {
     if wanted.is_empty() {
         return Ok(Vec::new());
     }
-    if lab::uid() != 0 {
+    if harness::uid() != 0 {
         eprintln!("limits of a control centre are not measured: its hosts are network namespaces, which need root");
         return Ok(Vec::new());
     }
@@ -196,7 +196,7 @@ fn measure(programs: &Path, neighbour: &Neighbour) -> Result<Outcome> {
         None => None,
     };
     let figures = victims.measure();
-    let ended = attacker.map_or(Ok(()), attack::scene::Attacker::end);
+    let ended = attacker.map_or(Ok(()), attack::fixture::Attacker::end);
     Ok(match figures.and_then(|f| ended.map(|()| f)) {
         Ok(f) => Outcome::Measured(f),
         Err(why) => Outcome::Failed(why),
@@ -216,7 +216,7 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
     let rows = beside_neighbours(attacks, runs)?;
-    lab::build()?;
+    harness::build()?;
     let limits = limited(&limits)?;
     let report = Report {
         topology: format!("{}; the victim on the first core, its neighbour on the last one", pollers().0),

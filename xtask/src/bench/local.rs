@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::{cpu_of, cpu_times, median, print_json, rows};
-use crate::lab::{self, Lab};
+use crate::harness::{self, Lab};
 use crate::tcp::Tcp;
 use crate::{Result, packages};
 
@@ -219,7 +219,7 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     let say = |s: &str| eprintln!("{s}");
     say("building");
-    lab::build()?;
+    harness::build()?;
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     lab.vrnic("b", &["--ip", "10.0.0.2"])?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::{figures, median, print_json, rows};
-use crate::lab::{self, Lab, Output, Running};
+use crate::harness::{self, Lab, Output, Running};
 use crate::suite::{compile, compile_as, own_user};
 use crate::{Result, packages};
 
@@ -271,12 +271,12 @@ fn gigabits(o: &Output) -> Result<f64> {
 pub(crate) fn memory(json: bool) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
-    lab::build()?;
+    harness::build()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let topology = format!("{cores} cores; two programs, each in a container, and one virtual layer");
     let (mut table, mut skipped) = (Vec::new(), Vec::new());
     let mut users = Vec::new();
-    if lab::uid() == 0 {
+    if harness::uid() == 0 {
         users.push(("root", Lab::start(None)?));
     }
     users.push(("ordinary user", Lab::start(Some(own_user()))?));

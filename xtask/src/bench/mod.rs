@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::Result;
-use crate::lab;
+use crate::harness;
 
 pub(crate) use ab::ab;
 pub(crate) use busy::busy;
@@ -89,8 +89,8 @@ pub(crate) fn print_json(report: &impl Serialize) -> Result<()> {
 }
 
 /// Rows of numbers of a client. Fails unless server and client both succeeded.
-fn rows(command: &str, (s, c): (lab::Output, lab::Output)) -> Result<Vec<Vec<f64>>> {
-    let rows = lab::rows(&c.text);
+fn rows(command: &str, (s, c): (harness::Output, harness::Output)) -> Result<Vec<Vec<f64>>> {
+    let rows = harness::rows(&c.text);
     if rows.is_empty() || !s.ok() || !c.ok() {
         return Err(format!("{command} failed:\nserver: {}\nclient: {}", s.text, c.text));
     }

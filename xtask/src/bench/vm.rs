@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{figures, median, print_json};
 use crate::Result;
-use crate::lab::{Lab, Output};
+use crate::harness::{Lab, Output};
 use crate::suite::compile;
 use crate::vm::{self, Guest, Plan, Systems, Task};
 

@@ -6,7 +6,7 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use super::{print_json, rows};
-use crate::lab::{self, Link, TwoHosts};
+use crate::harness::{self, Link, TwoHosts};
 use crate::tcp::Tcp;
 use crate::vm::{RXE as OWN, Rxe};
 use crate::{Result, packages};
@@ -154,7 +154,7 @@ fn guest() -> Result<Vec<InGuest>> {
     let has_siw = g.run("rdma link show siw0/1")?.ok();
     let run = |command: &str| -> Result<f64> {
         let o = g.run(command)?;
-        let row = lab::rows(&o.text).pop().ok_or_else(|| format!("in the guest, {command}: {}", o.text))?;
+        let row = harness::rows(&o.text).pop().ok_or_else(|| format!("in the guest, {command}: {}", o.text))?;
         Ok(if command.contains("_lat") { row[4] } else { row[3] })
     };
     let pair = |command: &str, server: &str, client: &str, to: &str| {
@@ -232,7 +232,7 @@ pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
     let wanted = |part: &str| only.is_empty() || only.iter().any(|o| o == part);
     packages::ensure(&[packages::RUN, packages::TEST, packages::BUILD])?;
     eprintln!("building");
-    lab::build()?;
+    harness::build()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let topology = format!(
         "{cores} cores, which both hosts share: two network namespaces joined by a veth pair; each virtual layer has its own pollers, each program spins"

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::{cpu_of, median, print_json};
-use crate::lab::{self, Lab, Running};
+use crate::harness::{self, Lab, Running};
 use crate::{Result, packages};
 
 /// Time for which bytes are counted, and for which programs run before that.
@@ -149,7 +149,7 @@ fn memory(pid: i32) -> Option<f64> {
 pub(crate) fn workers(json: bool, groups: usize, busy: usize) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
-    lab::build()?;
+    harness::build()?;
     let busy = busy.min(groups);
     let lab = Lab::start(None)?;
     eprintln!("{groups} groups");

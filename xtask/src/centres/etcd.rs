@@ -8,7 +8,7 @@ use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, 
 
 use super::{Process, free_ports, wait_until};
 use crate::Result;
-use crate::lab::{Output, require};
+use crate::harness::{Output, require};
 
 /// The user of the centres, who may use only [`PREFIX`], and the password.
 const USER: &str = "unirdma";

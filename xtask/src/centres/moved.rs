@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::etcd::PASSWORD;
 use super::{Centres, Etcd, refused, wait_until};
 use crate::Result;
-use crate::lab::{self, Lab, Output, require};
+use crate::harness::{self, Lab, Output, require};
 
 /// Moves the fleet, then kills each member of etcd in turn.
 ///
@@ -26,7 +26,7 @@ pub(crate) fn run() -> Result<()> {
     let at = format!("at revision {} were copied", revision.as_str().unwrap_or_default());
     refused(&copy(&c), "is in use by another `unirdma control`")?;
     if let Some(mut centre) = c.centres[0].take() {
-        lab::terminate(&centre.0);
+        harness::terminate(&centre.0);
         centre.0.wait().map_err(|e| e.to_string())?;
     }
 

@@ -1,4 +1,5 @@
-//! Chromium without a window, driven over its DevTools protocol: JSON messages that end with a zero byte, through two pipes.
+//! Chromium without a window, driven over its DevTools protocol: JSON messages that end with a zero byte, through two
+//! pipes.
 
 use std::io::{BufRead, BufReader, PipeWriter, Write};
 use std::path::{Path, PathBuf};

@@ -11,7 +11,7 @@ use super::browser::{self, Browser};
 use super::fleet::Fleet;
 use super::{HOSTS, host, vrnic};
 use crate::Result;
-use crate::lab::{Lab, Running, require, within};
+use crate::harness::{Lab, Running, require, within};
 
 /// Script that finds accessibility faults of the page.
 const AUDIT: &str = include_str!("audit.js");

@@ -11,7 +11,7 @@ use checks::{STEPS, Scene};
 use fleet::{Fleet, Link};
 use unirdma_fleet::v1::{self, object::Object};
 
-use crate::{Result, lab, packages};
+use crate::{Result, harness, packages};
 
 /// Options of `cargo xtask page`.
 pub(crate) struct Options<'a> {
@@ -35,7 +35,8 @@ fn vrnic(name: &str, group: &str, host: &str) -> Object {
 
 const HOSTS: [&str; 5] = ["rack1-a", "rack1-b", "rack2-a", "rack2-b", "spare"];
 
-/// A small fleet: three groups that compute, store and are tried out, a rule between the first two, and two dozen of connections.
+/// A small fleet: three groups that compute, store and are tried out, a rule between the first two, and two dozen of
+/// connections.
 fn declare(fleet: &mut Fleet) -> Result<()> {
     let mut objects: Vec<Object> = HOSTS.iter().map(|h| host(h)).collect();
     for (name, range, secret) in
@@ -84,7 +85,7 @@ fn start() -> Result<(Directory, Fleet)> {
     let path = std::env::temp_dir().join(format!("unirdma-page-{}", std::process::id()));
     let dir = Directory(path);
     std::fs::create_dir_all(&dir.0).map_err(|e| format!("{}: {e}", dir.0.display()))?;
-    let fleet = Fleet::start(&lab::unirdma(), &dir.0)?;
+    let fleet = Fleet::start(&harness::unirdma(), &dir.0)?;
     Ok((dir, fleet))
 }
 
@@ -118,7 +119,7 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
 pub(crate) fn run(options: &Options) -> Result<()> {
     packages::ensure(&[packages::RUN, packages::PAGE])?;
     if !options.built {
-        lab::build()?;
+        harness::build()?;
     }
     if options.stay {
         return stay();

@@ -2,9 +2,9 @@
 //! attacker. Nothing is timed.
 
 use super::*;
-use crate::attack::footprint::Footprint;
+use crate::attack::fixture::{Place, Scene};
 use crate::attack::list::{ATTACKS, Attack, Program, Way};
-use crate::attack::scene::{Place, Scene};
+use crate::attack::resource_usage::Footprint;
 
 /// Duration of an attack before other programs start, in addition to the time that a scene gives it.
 const TIME: Duration = Duration::from_millis(500);

@@ -30,6 +30,6 @@ fn store_tests(dir: &std::path::Path) -> Check {
     // The whole workspace, because a build for one package alone would rebuild its dependencies. Other packages have no
     // such tests.
     c.args(["900", "cargo", "test", "--workspace", "--tests", "store::tests::etcd", "--", "--ignored"]);
-    let o = Output::of(c.env("UNIRDMA_TEST_ETCD", etcd.address()).current_dir(lab::root()));
+    let o = Output::of(c.env("UNIRDMA_TEST_ETCD", etcd.address()).current_dir(harness::root()));
     require(o.ok() && o.text.contains("4 passed"), o.text)
 }

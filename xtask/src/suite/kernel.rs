@@ -1,5 +1,5 @@
-//! Debian's programs on a vRNIC with their peers on the Linux kernel's own soft RNIC (rxe) in a virtual machine, in both
-//! directions.
+//! Debian's programs on a vRNIC with their peers on the Linux kernel's own soft RNIC (rxe) in a virtual machine, in
+//! both directions.
 
 use std::cell::OnceCell;
 
@@ -7,7 +7,7 @@ use super::*;
 use crate::vm::Rxe;
 
 pub(super) fn run(s: &mut Suite<'_>) {
-    if lab::uid() != 0 {
+    if harness::uid() != 0 {
         println!("skipped: the kernel's rxe (network namespaces need root)");
         return;
     }

@@ -6,7 +6,7 @@ use crate::page;
 pub(super) fn run(s: &mut Suite<'_>) {
     let name = |check: &str| format!("page: {check}");
     let Some(first) = page::names().map(name).find(|n| s.wants(n)) else { return };
-    let out = lab::root().join("target/page");
+    let out = harness::root().join("target/page");
     let only = s.only();
     let wants = |check: &str| only.is_none_or(|o| name(check).contains(o));
     let done = page::checks(&out, wants, |check, done| s.check(&name(check), |_| done));

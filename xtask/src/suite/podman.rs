@@ -1,5 +1,5 @@
-//! Containers of podman that get their vRNIC by the README's own command line, connected with each other. The image has
-//! a few of Debian's programs and their libraries, copied from this machine, so nothing is downloaded.
+//! Containers of podman that get their vRNIC by the command line of `docs/user/podman.md`, connected with each other.
+//! The image has a few of Debian's programs and their libraries, copied from this machine, so nothing is downloaded.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,8 +11,8 @@ const IMAGE: &str = "unirdma-test";
 /// Programs of the image.
 const PROGRAMS: &[&str] = &["ib_write_bw", "ibv_devinfo", "ibv_rc_pingpong", "rping", "ucx_perftest"];
 
-/// Servers and clients that run against each other in two containers, and an option of `podman run`. `ADDR` is the server's
-/// address in podman's network.
+/// Servers and clients that run against each other in two containers, and an option of `podman run`. `ADDR` is the
+/// server's address in podman's network.
 const PAIRS: &[(&str, &str, &str)] = &[
     ("ib_write_bw -F -n 500", "ib_write_bw -F -n 500 ADDR", ""),
     ("ibv_rc_pingpong -g 0 -c", "ibv_rc_pingpong -g 0 -c ADDR", ""),
@@ -20,7 +20,7 @@ const PAIRS: &[(&str, &str, &str)] = &[
     ("ucx_perftest", "ucx_perftest ADDR -n 500 -w 50 -s 8192 -t tag_bw", "-e UCX_TLS=rc,self"),
 ];
 
-const DEVINFO: &str = "podman: the README's command line";
+const DEVINFO: &str = "podman: the documented command line";
 const OVER_ITS_OWN: &str = "podman: the library over the image's own, without an environment";
 const GROUPS: &str = "podman: groups do not connect";
 
@@ -32,11 +32,14 @@ fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{what}: {e}")
 }
 
-/// The README's command line for podman.
-fn command_of_readme() -> Result<String> {
-    let readme = std::fs::read_to_string(lab::root().join("README.md")).map_err(failed("README.md"))?;
-    let block = readme.split("```\n").find(|b| b.starts_with("podman run "));
-    block.map(String::from).ok_or_else(|| "the README has no command line for podman".into())
+/// The page with the command line for podman.
+const PAGE: &str = "docs/user/podman.md";
+
+/// The command line that users are told to type.
+fn documented_command() -> Result<String> {
+    let page = std::fs::read_to_string(harness::root().join(PAGE)).map_err(failed(PAGE))?;
+    let block = page.split("```").find_map(|b| b.strip_prefix("text\n").filter(|b| b.starts_with("podman run ")));
+    block.map(String::from).ok_or_else(|| "docs/user/podman.md has no command line for podman".into())
 }
 
 /// podman with its own store, configuration and network namespace, in which it makes its usual network. Dropping this
@@ -45,7 +48,7 @@ struct Podman<'a> {
     lab: &'a Lab,
     dir: PathBuf,
     netns: String,
-    /// The README's command line.
+    /// The documented command line.
     command: String,
 }
 
@@ -53,11 +56,11 @@ impl<'a> Podman<'a> {
     fn start(lab: &'a Lab) -> Result<Podman<'a>> {
         let dir = lab.dir.join("podman");
         let netns = format!("ur{}-podman", std::process::id());
-        let podman = Podman { lab, dir, netns, command: command_of_readme()? };
+        let podman = Podman { lab, dir, netns, command: documented_command()? };
         std::fs::create_dir(&podman.dir).map_err(failed("podman"))?;
         podman.configure().map_err(failed("podman"))?;
-        lab::ip(&format!("netns add {}", podman.netns))?;
-        lab::ip(&format!("-n {} link set lo up", podman.netns))?;
+        harness::ip(&format!("netns add {}", podman.netns))?;
+        harness::ip(&format!("-n {} link set lo up", podman.netns))?;
         let archive = podman.archive()?;
         require_success(podman.podman().arg("import").arg(archive).arg(IMAGE))?;
         Ok(podman)
@@ -119,7 +122,7 @@ impl<'a> Podman<'a> {
         self.lab.exe().with_file_name("libibverbs.so")
     }
 
-    /// Starts a program in a container by the README's command line, with `change` applied to it.
+    /// Starts a program in a container by the documented command line, with `change` applied to it.
     fn start_as(
         &self,
         name: &str,
@@ -127,7 +130,7 @@ impl<'a> Podman<'a> {
         options: &str,
         program: &str,
         change: impl FnOnce(String) -> Result<String>,
-    ) -> Result<lab::Running> {
+    ) -> Result<harness::Running> {
         let socket = self.lab.socket(vrnic);
         let directory = socket.parent().unwrap_or(&socket).display().to_string();
         let built = self.library().parent().unwrap_or(Path::new("/")).display().to_string();
@@ -143,10 +146,10 @@ impl<'a> Podman<'a> {
         }
         let mut c = self.command("sh");
         c.arg("-c").arg(change(line)?);
-        lab::Running::start(c, &self.lab.dir.join(format!("podman-{name}.log")))
+        harness::Running::start(c, &self.lab.dir.join(format!("podman-{name}.log")))
     }
 
-    fn start_program(&self, name: &str, vrnic: &str, options: &str, program: &str) -> Result<lab::Running> {
+    fn start_program(&self, name: &str, vrnic: &str, options: &str, program: &str) -> Result<harness::Running> {
         self.start_as(name, vrnic, options, program, Ok)
     }
 
@@ -156,7 +159,7 @@ impl<'a> Podman<'a> {
         let o = self.podman().args(["inspect", "server", "--format", format]).output().ok()?;
         let text = String::from_utf8_lossy(&o.stdout).into_owned();
         let (address, parent) = text.trim().split_once(' ')?;
-        let listens = parent.parse().is_ok_and(lab::listens) || self.lab.rdma_listens(vrnic);
+        let listens = parent.parse().is_ok_and(harness::listens) || self.lab.rdma_listens(vrnic);
         Some(address.to_string()).filter(|a| listens && !a.is_empty())
     }
 
@@ -185,7 +188,7 @@ impl<'a> Podman<'a> {
 impl Drop for Podman<'_> {
     fn drop(&mut self) {
         let _ = self.podman().args(["rm", "--all", "--force", "--time", "0"]).output();
-        let _ = lab::ip(&format!("netns del {}", self.netns));
+        let _ = harness::ip(&format!("netns del {}", self.netns));
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
@@ -205,12 +208,12 @@ fn require_success(c: &mut Command) -> Check {
 
 /// Replaces a text. Fails if the text is not there.
 fn replaced(line: &str, from: &str, to: &str) -> Result<String> {
-    require(line.contains(from), format!("the README's command line has no `{from}`: {line}"))?;
+    require(line.contains(from), format!("the documented command line has no `{from}`: {line}"))?;
     Ok(line.replace(from, to))
 }
 
 pub(super) fn run(s: &mut Suite<'_>) {
-    if lab::uid() != 0 {
+    if harness::uid() != 0 {
         return println!("skipped: podman (its containers in a network of their own need root)");
     }
     let titles = PAIRS.iter().map(|p| title(p.0)).chain([DEVINFO, OVER_ITS_OWN, GROUPS].map(String::from));

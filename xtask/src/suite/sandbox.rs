@@ -268,7 +268,7 @@ pub(crate) fn escape(lab: &Lab) -> Check {
 }
 
 pub(super) fn run(s: &mut Suite<'_>) {
-    if lab::uid() == 0 {
+    if harness::uid() == 0 {
         in_place(s, "root", None);
         s.check("sandbox, root: what is given below a closed directory is within reach", |_| {
             let lab = Lab::start(None)?;

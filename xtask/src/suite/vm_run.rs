@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::guest::LIMIT;
 use super::*;
-use crate::lab::Running;
+use crate::harness::Running;
 use crate::vm::System;
 
 const VRNIC: &str = "started";

@@ -6,8 +6,8 @@ use super::*;
 
 /// Programs that exchange and check data between two containers of a group until this is dropped.
 struct Checked {
-    server: lab::Running,
-    client: lab::Running,
+    server: harness::Running,
+    client: harness::Running,
 }
 
 impl Checked {
@@ -248,7 +248,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         refused(&lab.unirdma(&["vrnic", "add", "z"]), "exists already")?;
         works(&lab)
     });
-    if lab::uid() == 0 {
+    if harness::uid() == 0 {
         s.check("workers: supervisors of two hosts are killed and come again, and data between them goes on", |_| {
             let mut two = TwoHosts::start(Link { name: "w", ipv6: false, mtu: 1500, args: &[] })?;
             let mut data = Checked::start((&two.labs[0], "a"), (&two.labs[1], "b"), "10.0.0.1")?;
@@ -298,11 +298,11 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         refused(&lab.unirdma(&["keeper"]), "what `unirdma host` starts")
     });
     s.check("wrong_input_an_unknown_user_for_workers", |lab| {
-        let mut c = std::process::Command::new(lab::unirdma());
+        let mut c = std::process::Command::new(harness::unirdma());
         c.arg("--dir").arg(lab.dir.join("other")).args(["host", "--user", "nobody-at-all"]);
         let o = c.output().map_err(|e| e.to_string())?;
         let o = Output { code: o.status.code(), text: String::from_utf8_lossy(&o.stderr).into_owned() };
-        refused(&o, if lab::uid() == 0 { "there is no user" } else { "only root can" })
+        refused(&o, if harness::uid() == 0 { "there is no user" } else { "only root can" })
     });
 }
 

@@ -9,7 +9,7 @@ use super::image::Image;
 use super::machine::{Config, Machine, Task};
 use super::{Kernel, Parts, failed};
 use crate::Result;
-use crate::lab::{self, Lab, Output};
+use crate::harness::{self, Lab, Output};
 
 /// Debian's programs that guests have.
 const PROGRAMS: &[&str] = &[
@@ -164,13 +164,13 @@ impl System {
             image.program(p)?;
         }
         super::storage::add(&mut image)?;
-        let driver = parts.module(kernel, &lab::root().join("guest/linux"), DRIVER)?;
+        let driver = parts.module(kernel, &harness::root().join("guest/linux"), DRIVER)?;
         image.file(&driver, &format!("{DRIVER}.ko"))?;
-        let target = lab::unirdma();
+        let target = harness::unirdma();
         let target = target.ancestors().nth(2).ok_or("no target directory")?;
         let [target, into] = [target, image.root()].map(|p| p.display().to_string());
         let make = ["make", "-C", "guest/provider", "install", &format!("TARGET={target}"), &format!("DESTDIR={into}")];
-        super::run(&lab::root(), &make)?;
+        super::run(&harness::root(), &make)?;
         image.runtime()?;
         OURS.iter().try_for_each(|name| image.compile(name))?;
         add(kernel, &mut image)?;

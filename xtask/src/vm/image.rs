@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::machine::{self, PORTS};
 use super::{Kernel, failed, run, write};
 use crate::Result;
-use crate::lab;
+use crate::harness;
 
 /// Script that waits for commands at a port of the virtual machine. It reads a line, and writes the output and a last
 /// line with the exit code.
@@ -109,7 +109,7 @@ impl<'a> Image<'a> {
     pub fn compile(&self, name: &str) -> Result<()> {
         let program = self.root.join("usr/bin").join(name).display().to_string();
         let source = format!("xtask/c/{name}.c");
-        run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
+        run(&harness::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
     }
 
     /// True if the kernel's release on this machine has this program.

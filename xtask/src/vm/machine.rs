@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::failed;
 use crate::Result;
-use crate::lab::Output;
+use crate::harness::Output;
 
 /// Number of commands that may run at a time.
 pub(super) const PORTS: usize = 8;

@@ -1,7 +1,7 @@
 //! Virtual machines: one with the Linux kernel's own soft RNIC, and guests that have a vRNIC.
 //!
-//! They are made from Debian's packages: kernels that are downloaded and not installed, and programs in an initial RAM file system.
-//! QEMU emulates the processor, so that they run anywhere.
+//! They are made from Debian's packages: kernels that are downloaded and not installed, and programs in an initial RAM
+//! file system. QEMU emulates the processor, so that they run anywhere.
 
 mod guest;
 mod image;
@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::lab::{self, Lab};
+use crate::harness::{self, Lab};
 use crate::{Result, packages};
 
 pub(crate) use guest::{Guest, Plan, System, Systems};
@@ -48,11 +48,11 @@ fn write(path: PathBuf, text: &str, mode: u32) -> Result<()> {
 /// # Errors
 /// The missing part.
 pub(crate) fn prepare() -> Result<()> {
-    if lab::uid() != 0 {
+    if harness::uid() != 0 {
         return Err("virtual machines with vRNICs need root, for their network".into());
     }
     packages::ensure(&[packages::RUN, packages::TEST])?;
-    lab::build()
+    harness::build()
 }
 
 /// Makes the parts of guests.

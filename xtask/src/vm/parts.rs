@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::{failed, run, write};
-use crate::{Result, lab, packages};
+use crate::{Result, harness, packages};
 
 /// Debian's packages with its kernel and the build environment of its modules.
 const KERNEL: &[&str] = &[
@@ -115,7 +115,7 @@ impl Parts {
     /// # Errors
     /// The failed download.
     fn download() -> Result<Parts> {
-        let dir = lab::root().join("target/vm");
+        let dir = harness::root().join("target/vm");
         fs::create_dir_all(&dir).map_err(failed("target/vm"))?;
         let _lock = lock(&dir)?;
         let parts = Parts { root: dir.join("trixie"), dir, _lock };
@@ -189,7 +189,7 @@ impl Parts {
 
     /// Builds the library that gives the device's number a name in QEMU.
     fn preload(&self) -> Result<()> {
-        let (unirdma, to) = (lab::unirdma().display().to_string(), self.dir.join("name.so"));
+        let (unirdma, to) = (harness::unirdma().display().to_string(), self.dir.join("name.so"));
         whole(&to, |new| run(&self.dir, &[&unirdma, "vm", "preload", &new.display().to_string()]).map(|_| ()))
     }
 

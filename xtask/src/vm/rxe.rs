@@ -8,7 +8,7 @@ use super::image::Image;
 use super::machine::{Config, Machine, Task};
 use super::{Parts, failed, write};
 use crate::Result;
-use crate::lab::{self, Lab, Output};
+use crate::harness::{self, Lab, Output};
 use crate::siw;
 
 /// Addresses of the guest and of this end of its cable.
@@ -67,7 +67,7 @@ fn image(parts: &Parts, siw: bool, dir: &Path) -> Result<(PathBuf, PathBuf)> {
     }
     image.provider("rxe")?;
     // Our own programs, for comparisons inside the guest.
-    let ours = lab::unirdma();
+    let ours = harness::unirdma();
     image.runtime()?;
     image.file(&ours, "bin/unirdma")?;
     image.file(&ours.with_file_name("libibverbs.so"), "dropin/libibverbs.so.1")?;
@@ -143,7 +143,7 @@ impl Rxe {
         let mut g = Rxe { machine: None, lab: None, netns: netns.clone(), dir };
         let parts = Parts::make()?;
         let (kernel, initrd) = image(&parts, siw, &g.dir)?;
-        lab::ip(&format!("netns add {netns}"))?;
+        harness::ip(&format!("netns add {netns}"))?;
         for args in [
             "link set lo up",
             "tuntap add dev tap0 mode tap",
@@ -151,7 +151,7 @@ impl Rxe {
             &format!("addr add {OURS6}/64 dev tap0 nodad"),
             "link set tap0 up",
         ] {
-            lab::ip(&format!("-n {netns} {args}"))?;
+            harness::ip(&format!("-n {netns} {args}"))?;
         }
         let network = ["-netdev", "tap,id=n0,ifname=tap0,script=no,downscript=no"];
         let card = ["-device", "virtio-net-pci,netdev=n0,romfile="];
@@ -293,7 +293,7 @@ impl Drop for Rxe {
     fn drop(&mut self) {
         self.lab = None;
         self.machine = None;
-        let _ = lab::ip(&format!("netns del {}", self.netns));
+        let _ = harness::ip(&format!("netns del {}", self.netns));
         let _ = fs::remove_dir_all(&self.dir);
     }
 }

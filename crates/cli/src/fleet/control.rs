@@ -22,8 +22,8 @@ pub enum ControlCommand {
     Init {
         /// The directory
         dir: PathBuf,
-        /// A file for the store, or etcd://HOST:PORT[,HOST:PORT...][/PREFIX] for several centres; how to log in to etcd is in the file
-        /// etcd.toml of the directory [default: fleet.redb in the directory]
+        /// A file for the store, or etcd://HOST:PORT[,HOST:PORT...][/PREFIX] for several centres; how to log in to etcd
+        /// is in the file etcd.toml of the directory [default: fleet.redb in the directory]
         #[arg(long, value_name = "STORE")]
         store: Option<String>,
         /// Where the centre will be reached, for this user's configuration; several centres with commas between them
@@ -43,8 +43,8 @@ pub enum ControlCommand {
         /// The store that `control init` was given [default: fleet.redb in the directory]
         #[arg(long, value_name = "STORE")]
         store: Option<String>,
-        /// A name by which it is reached, beside this machine's name and addresses; may be given more than once. Other centres use the
-        /// first one, or else the address that it listens at or this machine's name
+        /// A name by which it is reached, beside this machine's name and addresses; may be given more than once. Other
+        /// centres use the first one, or else the address that it listens at or this machine's name
         #[arg(long, value_name = "NAME")]
         name: Vec<String>,
         /// Without TLS, on loopback only
@@ -65,7 +65,8 @@ pub enum ControlCommand {
         /// The store that the fleet has [default: fleet.redb in the directory]
         #[arg(long, value_name = "STORE")]
         from: Option<String>,
-        /// The store that it is to have, in which there is no fleet yet: a file, or etcd://HOST:PORT[,HOST:PORT...][/PREFIX]
+        /// The store that it is to have, in which there is no fleet yet: a file, or
+        /// etcd://HOST:PORT[,HOST:PORT...][/PREFIX]
         #[arg(long, value_name = "STORE")]
         to: String,
         /// Print JSON
@@ -85,10 +86,10 @@ pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
         ControlCommand::Init { dir, store, url } => init(&dir, store.as_deref(), url)?,
         ControlCommand::Copy { dir, from, to, json } => copy(&dir, from.as_deref(), &to, json)?,
         ControlCommand::Run { dir, listen, store, name, plain, metrics } => {
-            crate::hosting::log_to_stderr();
+            crate::host::log_to_stderr();
             let options = unirdma_control::Options { dir, listen, store, plain, names: name, metrics };
             // Before there are threads, which would get the signals otherwise.
-            let stop = crate::hosting::termination()?;
+            let stop = crate::host::termination()?;
             tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options, stop))?;
         }
         ControlCommand::Status { centre } => {
@@ -145,7 +146,7 @@ async fn serve(options: &unirdma_control::Options, stop: OwnedFd) -> io::Result<
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         let mut ready = [PollFd::new(&stop, PollFlags::IN)];
         while poll(&mut ready, None).is_err() {}
-        crate::hosting::say_who_ended_it(stop.as_fd());
+        crate::host::log_signal(stop.as_fd());
         let _ = say.send(());
     })?;
     let listening = unirdma_control::listen(options).await?;

@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::{Qp, Rfc, Served, convert, cq, qp};
 use crate::commands::{Reply, Turn, parse};
-use crate::search::{Found, Outcome};
+use crate::memory_lookup::{Found, Outcome};
 use crate::{Device, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
@@ -70,7 +70,7 @@ impl Device {
     /// Updates the indices of the driver's GIDs if the vRNIC's table has changed.
     fn look_at_gids(&self, rfc: &Rfc) {
         if rfc.has_stale_gids() {
-            let granted = self.rnic.lock().gids(self.identity.vnic).to_vec();
+            let granted = self.rnic.lock().gids(self.identity.vrnic).to_vec();
             rfc.look_at_gids(&granted);
         }
     }
@@ -280,7 +280,7 @@ impl Device {
         if r.port_num.get() != 1 || r.gid_type.get() != rfc::GID_TYPE_ROCE_V2 {
             return Err(Status::BadValue);
         }
-        let granted = turn.taken().gids(self.identity.vnic);
+        let granted = turn.taken().gids(self.identity.vrnic);
         lock(&rfc.inner).gids.add(r.index.get(), Gid(r.gid), granted)
     }
 }

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use unirdma_abi as abi;
 use unirdma_abi::{Status, rfc};
 use unirdma_formats::{AsyncEvent, Gid};
-use unirdma_link::{Foreign, Ledger};
+use unirdma_link::{BlockingFd, Ledger};
 use unirdma_mem::{Bell, Span};
 use virtio_queue::Queue;
 use vm_memory::GuestMemoryMmap;
@@ -140,7 +140,7 @@ impl Rfc {
     }
 
     /// Called when the driver has set up or changed a virtqueue.
-    pub fn set_queue(&self, index: usize, queue: Option<Queue>, base: u16, call: Option<Arc<Foreign>>) {
+    pub fn set_queue(&self, index: usize, queue: Option<Queue>, base: u16, call: Option<Arc<BlockingFd>>) {
         let inner = &mut *lock(&self.inner);
         if let (Some(guest), Some(vq)) = (&inner.guest, inner.vqs.get_mut(index)) {
             vq.set(queue, base, call, guest);

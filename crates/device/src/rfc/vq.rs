@@ -8,7 +8,7 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use unirdma_link::{Foreign, signal};
+use unirdma_link::{BlockingFd, signal};
 use unirdma_mem::protocol;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
@@ -30,7 +30,7 @@ pub(super) enum Taken {
 #[derive(Default)]
 pub(super) struct Vq {
     queue: Option<Queue>,
-    call: Option<Arc<Foreign>>,
+    call: Option<Arc<BlockingFd>>,
     /// Chains that were taken and not returned, with the numbers of their WQEs.
     heads: VecDeque<(u16, u32)>,
     /// Index at which the queue was stopped. If it is started there again, its chains still belong to the device.
@@ -43,7 +43,7 @@ pub(super) struct Vq {
 
 impl Vq {
     /// Called when the driver has set up or changed the queue. `base` is its first index.
-    pub fn set(&mut self, queue: Option<Queue>, base: u16, call: Option<Arc<Foreign>>, guest: &GuestMemoryMmap) {
+    pub fn set(&mut self, queue: Option<Queue>, base: u16, call: Option<Arc<BlockingFd>>, guest: &GuestMemoryMmap) {
         self.call = call;
         if self.queue.is_some() && queue.is_some() {
             return;

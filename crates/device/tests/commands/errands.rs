@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
-use unirdma_device::Errand;
-use unirdma_link::{DriverQueue, Foreign, Handler, KINDS, Ledger, Memory, RegionDesc, Resource, Segment, Vring};
+use unirdma_device::DeferredCommand;
+use unirdma_link::{BlockingFd, DriverQueue, Handler, KINDS, Ledger, Memory, RegionDesc, Resource, Segment, Vring};
 use unirdma_mem::MemFd;
 use zerocopy::IntoBytes;
 
@@ -81,7 +81,7 @@ impl Registering {
         let file = MemFd::new(c"pages", LONG as usize * 4096).unwrap();
         let desc = RegionDesc { bus_addr: PAGES_AT, size: LONG * 4096, ..Default::default() };
         let fd = file.fd().try_clone_to_owned().unwrap();
-        memory.add(desc, Foreign::refused(fd, &ledger)).unwrap();
+        memory.add(desc, BlockingFd::refused(fd, &ledger)).unwrap();
         side.dev.memory_changed(&memory, &[]);
         let list = side.take(LONG as usize * 8);
         (0..LONG).for_each(|i| side.write(list + i * 8, (PAGES_AT + (LONG - 1 - i) * 4096).as_bytes()));
@@ -96,13 +96,13 @@ impl Registering {
     }
 
     /// Sends the command and another one behind it, and returns the errand of the first.
-    fn begin(&mut self) -> Errand {
+    fn begin(&mut self) -> DeferredCommand {
         self.control.send(&self.side, 0, Command::RegUserMr, &self.request);
         self.control.send(&self.side, 2, Command::CreatePd, &[]);
         self.errand()
     }
 
-    fn errand(&mut self) -> Errand {
+    fn errand(&mut self) -> DeferredCommand {
         assert!(self.side.dev.serve_control());
         assert_eq!(self.control.answer(&self.side), None, "both wait");
         self.side.pollers.errand().expect("an errand")

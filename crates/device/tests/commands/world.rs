@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, QpLayout};
-use unirdma_device::{Device, Errand, Identity, KeptByRnic, Pollers, SharedRnic};
+use unirdma_device::{DeferredCommand, Device, Identity, KeptByRnic, Pollers, SharedRnic};
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
-use unirdma_link::{Foreign, Handler, KINDS, Ledger, Memory, RegionDesc};
+use unirdma_link::{BlockingFd, Handler, KINDS, Ledger, Memory, RegionDesc};
 use unirdma_mem::{Bell, MemFd, Span};
-use unirdma_rnic::{Account, Limits, Rnic, SessionId, Share, VnicConfig, VnicId};
+use unirdma_rnic::{Account, Limits, Rnic, SessionId, Share, VrnicConfig, VrnicId};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 const MEMORY: usize = 4 << 20;
@@ -102,14 +102,14 @@ impl World {
             max_mr_bytes: MR_BYTES,
             ..Limits::default()
         };
-        let mut vnic = |ip| {
-            rnic.add_vnic(VnicConfig { group: 0, gids: vec![Gid(gid(ip))], limits, share: Share::default() })
+        let mut vrnic = |ip| {
+            rnic.add_vrnic(VrnicConfig { group: 0, gids: vec![Gid(gid(ip))], limits, share: Share::default() })
                 .expect("vRNIC")
         };
-        let (vnic, _) = (vnic(OWN), vnic(PEER));
+        let (vrnic, _) = (vrnic(OWN), vrnic(PEER));
         let features = abi::FEATURE_INVALIDATE;
         let config = abi::Config { features, max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
-        let identity = Identity { vnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Arc::default() };
+        let identity = Identity { vrnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Arc::default() };
         let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
         World { me: side(), other: side() }
@@ -118,11 +118,11 @@ impl World {
 
 /// No thread runs this RNIC, and the tests run the errands.
 #[derive(Default)]
-pub struct NoPollers(Mutex<VecDeque<Errand>>);
+pub struct NoPollers(Mutex<VecDeque<DeferredCommand>>);
 
 impl NoPollers {
     /// The oldest waiting errand.
-    pub fn errand(&self) -> Option<Errand> {
+    pub fn errand(&self) -> Option<DeferredCommand> {
         self.0.lock().expect("no panic").pop_front()
     }
 }
@@ -130,7 +130,7 @@ impl NoPollers {
 impl Pollers for NoPollers {
     fn settle(&self) {}
     fn catch_up(&self, _: SessionId, _: Option<u32>) {}
-    fn do_errand(&self, _: VnicId, _: SessionId, errand: Errand) {
+    fn do_errand(&self, _: VrnicId, _: SessionId, errand: DeferredCommand) {
         self.0.lock().expect("no panic").push_back(errand);
     }
 }
@@ -152,13 +152,13 @@ impl Side {
     pub fn add_own_region(&self, memory: &mut Memory) {
         let region = RegionDesc { bus_addr: BUS, size: MEMORY as u64, ..Default::default() };
         let fd = self.memory.fd().try_clone_to_owned().expect("descriptor");
-        memory.add(region, Foreign::refused(fd, &Ledger::default())).expect("region");
+        memory.add(region, BlockingFd::refused(fd, &Ledger::default())).expect("region");
     }
 
     /// The account refuses everything that the RNIC would keep for the vRNIC from now on.
     pub fn close_account(&self) {
         let account: Arc<dyn Account> = Arc::new(KeptByRnic(Ledger::of_host([0; KINDS]).for_vrnic([None; KINDS])));
-        self.rnic.lock().set_account(self.dev.vnic(), &account);
+        self.rnic.lock().set_account(self.dev.vrnic(), &account);
     }
 
     /// A part of the session's own memory.

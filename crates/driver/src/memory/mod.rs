@@ -11,14 +11,14 @@
 //!
 //! `moved` knows what is in the memory file, `pages` moves it there and back, `maps` and `tools` ask the kernel.
 
-mod cover;
-pub(crate) mod doors;
-mod history;
+pub(crate) mod doorbells;
 mod maps;
-mod moved;
-mod pages;
+mod page_move;
+mod refcount;
 mod regions;
-mod tools;
+mod reuse_history;
+mod share;
+mod sys;
 mod uffd;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,12 +37,12 @@ use crate::context::{Context, socket_path};
 use crate::queues::gone_is_fine;
 use crate::{Result, errno, lock, map_errno};
 
-pub(crate) use history::Served;
 use maps::{FileId, Vma};
-pub(crate) use moved::moved;
-pub(crate) use moved::{forks, prepare};
-use pages::PAGE;
+use page_move::PAGE;
 pub(crate) use regions::Regions;
+pub(crate) use reuse_history::Served;
+pub(crate) use share::share_manager;
+pub(crate) use share::{forks, prepare};
 
 /// The way by which an MR's bytes are reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub enum Why {
     /// Nothing prevents the fastest way.
     Fastest = 0,
     /// `UNIRDMA_MR` asks for it.
-    Asked = 1,
+    RegRequest = 1,
     /// On-demand paging looks its pages up at each access.
     OnDemand = 2,
     /// The process has threads, and may not stop them for a moment (userfaultfd).
@@ -136,15 +136,15 @@ impl Buffer {
 /// Installs the fork handlers, and opens files that the program may not be able to open later. Called when the library
 /// is loaded, so that the fork handlers run last before a fork and first after it.
 pub fn loaded() {
-    moved::install_fork_handlers();
+    share::install_fork_handlers();
     if socket_path().exists() {
-        tools::open_early();
+        sys::open_early();
     }
 }
 
 /// Parameters of a registration.
 #[derive(Clone, Copy, Debug)]
-struct Asked {
+struct RegRequest {
     pdn: u32,
     addr: u64,
     len: u64,
@@ -153,7 +153,7 @@ struct Asked {
 }
 
 /// Where an MR's bytes are.
-struct Placed {
+struct Placement {
     way: Way,
     why: Why,
     /// Bus address of the first byte.
@@ -166,9 +166,9 @@ struct Placed {
     held: Vec<(u64, u64)>,
 }
 
-impl Placed {
+impl Placement {
     fn copied(start: u64, why: Why) -> Self {
-        Placed { way: Way::Copy, why, start, region: None, own: Vec::new(), held: Vec::new() }
+        Placement { way: Way::Copy, why, start, region: None, own: Vec::new(), held: Vec::new() }
     }
 }
 
@@ -187,7 +187,7 @@ struct Core {
     mrn: u32,
     key: u32,
     since_ns: u64,
-    state: Mutex<Option<(Asked, Placed)>>,
+    state: Mutex<Option<(RegRequest, Placement)>>,
 }
 
 /// Largest MR that is moved while the program polls, bytes. The thread that polls is stopped until the move is done,
@@ -196,11 +196,11 @@ const MOVED_IN_PASSING: u64 = 2 << 20;
 
 /// MRs that are moved if they live on. MRs of up to [`MOVED_IN_PASSING`] bytes are moved while the program polls or
 /// arms a CQ; larger ones wait for the next registration, which may take long.
-static SMALL: Later = Later::new();
-static LARGE: Later = Later::new();
+static SMALL: DeferredMoves = DeferredMoves::new();
+static LARGE: DeferredMoves = DeferredMoves::new();
 
 /// A list of MRs that are moved if they live on, and the time of the next check.
-struct Later {
+struct DeferredMoves {
     list: Mutex<Vec<Weak<Core>>>,
     count: AtomicUsize,
     due_ns: AtomicU64,
@@ -228,7 +228,7 @@ impl Mr {
         }
         look_at_brief();
         LARGE.look();
-        let asked = Asked { pdn, addr, len, iova, flags };
+        let asked = RegRequest { pdn, addr, len, iova, flags };
         let (r, placed) = asked.register(ctx, true)?;
         let brief = placed.why == Why::Brief;
         let since_ns = clock_ns();
@@ -241,7 +241,7 @@ impl Mr {
         });
         if brief {
             let later = if len <= MOVED_IN_PASSING { &SMALL } else { &LARGE };
-            later.add(&core, since_ns + history::worth_ns(len));
+            later.add(&core, since_ns + reuse_history::worth_ns(len));
         }
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
     }
@@ -254,8 +254,8 @@ impl Mr {
     pub fn null(ctx: &Arc<Context>, pdn: u32) -> Result<Self> {
         let req = abi::HandleReq { handle: pdn, reserved: 0 };
         let r: abi::MrResp = ctx.command(Command::AllocNullMr, &req)?;
-        let asked = Asked { pdn, addr: 0, len: 0, iova: 0, flags: access::LOCAL_WRITE };
-        let placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
+        let asked = RegRequest { pdn, addr: 0, len: 0, iova: 0, flags: access::LOCAL_WRITE };
+        let placed = Placement { way: Way::Direct, ..Placement::copied(0, Why::Fastest) };
         let state = Mutex::new(Some((asked, placed)));
         let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, key: r.lkey, since_ns: clock_ns(), state });
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
@@ -322,9 +322,9 @@ pub(crate) fn look_at_brief() {
     SMALL.look();
 }
 
-impl Later {
+impl DeferredMoves {
     const fn new() -> Self {
-        Later { list: Mutex::new(Vec::new()), count: AtomicUsize::new(0), due_ns: AtomicU64::new(0) }
+        DeferredMoves { list: Mutex::new(Vec::new()), count: AtomicUsize::new(0), due_ns: AtomicU64::new(0) }
     }
 
     fn add(&self, core: &Arc<Core>, due_ns: u64) {
@@ -356,7 +356,7 @@ impl Later {
                 // Its owner may be about to deregister it, or to register another one.
                 let Ok(state) = core.state.try_lock() else { return true };
                 let Some((asked, _)) = &*state else { return false };
-                let at = core.since_ns + history::worth_ns(asked.len);
+                let at = core.since_ns + reuse_history::worth_ns(asked.len);
                 drop(state);
                 if at > now {
                     next = next.min(at);
@@ -384,11 +384,11 @@ struct Ended {
 
 impl Core {
     /// The facts for the history if the MR ends now; `None` if it does not count there.
-    fn end(&self, state: Option<&(Asked, Placed)>) -> Option<Ended> {
+    fn end(&self, state: Option<&(RegRequest, Placement)>) -> Option<Ended> {
         let (asked, _) = state.filter(|(_, p)| p.why == Why::Brief || p.way == Way::Share)?;
         let range = (asked.addr / PAGE * PAGE, (asked.addr + asked.len).next_multiple_of(PAGE));
         let life_ns = clock_ns() - self.since_ns;
-        let asks = history::depends_on_service(range.1 - range.0, life_ns);
+        let asks = reuse_history::depends_on_service(range.1 - range.0, life_ns);
         let served = if asks { self.served() } else { Served::default() };
         Some(Ended { range, life_ns, served })
     }
@@ -419,10 +419,10 @@ impl Core {
     }
 }
 
-impl Asked {
+impl RegRequest {
     /// Places the memory and registers it with the device. `guess`: do not move the memory of an MR that is expected to
     /// be brief.
-    fn register(&self, ctx: &Arc<Context>, guess: bool) -> Result<(abi::MrResp, Placed)> {
+    fn register(&self, ctx: &Arc<Context>, guess: bool) -> Result<(abi::MrResp, Placement)> {
         let placed = if self.flags & access::ON_DEMAND != 0 { self.on_demand(ctx)? } else { self.place(ctx, guess)? };
         // On-demand pages may be gone when they are needed. The device reports that; this process would not survive it.
         let bounces = placed.way == Way::Copy && self.flags & access::ON_DEMAND == 0;
@@ -467,29 +467,29 @@ impl Asked {
     }
 
     /// Places on-demand memory: its pages may change at any time, so each access looks them up.
-    fn on_demand(&self, ctx: &Context) -> Result<Placed> {
+    fn on_demand(&self, ctx: &Context) -> Result<Placement> {
         self.check_end()?;
         offer_process(ctx)?;
-        Ok(Placed::copied(self.addr, Why::OnDemand))
+        Ok(Placement::copied(self.addr, Why::OnDemand))
     }
 
     /// Chooses the way of the range.
-    fn place(&self, ctx: &Arc<Context>, guess: bool) -> Result<Placed> {
+    fn place(&self, ctx: &Arc<Context>, guess: bool) -> Result<Placement> {
         let end = self.check_end()?;
         let lo = self.addr / PAGE * PAGE;
         let hi = if self.len == 0 { lo } else { end.next_multiple_of(PAGE) };
         match self.map(ctx, lo, hi, guess)? {
-            Ok(p) => Ok(Placed { start: p.start + (self.addr - lo), ..p }),
+            Ok(p) => Ok(Placement { start: p.start + (self.addr - lo), ..p }),
             Err(why) => {
                 offer_process(ctx)?;
-                Ok(Placed::copied(self.addr, why))
+                Ok(Placement::copied(self.addr, why))
             }
         }
     }
 
     /// Gives the pages to the device as mapped memory, or returns the reason why they cannot be mapped.
-    fn map(&self, ctx: &Arc<Context>, lo: u64, hi: u64, guess: bool) -> Result<std::result::Result<Placed, Why>> {
-        let mut m = moved();
+    fn map(&self, ctx: &Arc<Context>, lo: u64, hi: u64, guess: bool) -> Result<std::result::Result<Placement, Why>> {
+        let mut m = share_manager();
         let Some(maps) = m.maps() else { return Ok(Err(Why::Limits)) };
         let map: Vec<Vma> = maps.range(lo, hi).collect();
         check_range(&map, lo, hi, self.flags)?;
@@ -497,7 +497,7 @@ impl Asked {
             return Ok(Err(Why::Kind));
         }
         if policy() == Policy::Copy {
-            return Ok(Err(Why::Asked));
+            return Ok(Err(Why::RegRequest));
         }
         // Nothing is moved before it is known that every part can be mapped.
         let brief = guess && m.history.expects_brief(lo, hi);
@@ -513,7 +513,7 @@ impl Asked {
         if sources.iter().any(|s| matches!(s, Source::Private)) {
             m.look_at_advice();
         }
-        let mut placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
+        let mut placed = Placement { way: Way::Direct, ..Placement::copied(0, Why::Fastest) };
         let mut pieces = Vec::with_capacity(map.len());
         let mut failed = None;
         // Offset in the memory file behind the piece before, if that piece lies there.
@@ -579,7 +579,7 @@ struct Piece {
     whole: Option<(u64, u64)>,
 }
 
-impl Placed {
+impl Placement {
     /// Gives the device regions for the pieces of the MR.
     fn announce(&mut self, ctx: &Context, pieces: &[Piece], moved: Option<&OwnedFd>) -> Option<()> {
         fn fd<'a>(p: &'a Piece, moved: Option<&'a OwnedFd>) -> Option<BorrowedFd<'a>> {
@@ -611,7 +611,7 @@ impl Placed {
         if ended.is_none() && self.held.is_empty() {
             return;
         }
-        let mut m = moved();
+        let mut m = share_manager();
         if let Some(Ended { range, life_ns, served }) = ended {
             m.history.note(range.0, range.1, life_ns, served);
         }
@@ -620,7 +620,7 @@ impl Placed {
 }
 
 /// Where a mapping's bytes are, or will be; or the reason why they cannot be in a memory file.
-fn source(m: &moved::Moved, v: &Vma, brief: bool) -> std::result::Result<Source, Why> {
+fn source(m: &share::Moved, v: &Vma, brief: bool) -> std::result::Result<Source, Why> {
     if Some(v.file) == m.file_id() {
         return Ok(Source::Moved);
     }
@@ -628,14 +628,14 @@ fn source(m: &moved::Moved, v: &Vma, brief: bool) -> std::result::Result<Source,
         return Err(Why::Another);
     }
     if v.is_shared_memory() {
-        let file = m.tools().and_then(|t| t.find_open_file(v.file)).or_else(|| tools::open_by_name(v.name(), v.file));
+        let file = m.tools().and_then(|t| t.find_open_file(v.file)).or_else(|| sys::open_by_name(v.name(), v.file));
         return file.map(|fd| Source::File(v.file, fd)).ok_or(Why::Kind);
     }
     match policy() {
         _ if !v.is_movable() => Err(Why::Kind),
         Policy::Auto if brief => Err(Why::Brief),
         Policy::Auto | Policy::Share => Ok(Source::Private),
-        Policy::Direct | Policy::Copy => Err(Why::Asked),
+        Policy::Direct | Policy::Copy => Err(Why::RegRequest),
     }
 }
 
@@ -659,11 +659,11 @@ fn offer_process(ctx: &Context) -> Result<()> {
         return Ok(());
     }
     // Makes no descriptor, because the program may have none left.
-    let mem = moved().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
+    let mem = share_manager().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
     let fd = mem.get().map_err(|_| libc::EACCES)?;
     let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
     // From here on the device may copy, and is told of every move.
-    if let Some(d) = moved().door(ctx.id) {
+    if let Some(d) = share_manager().door(ctx.id) {
         d.copies = true;
     }
     lock(&ctx.frontend).add_region(d, fd).map_err(|e| errno(&e))?;

@@ -1,5 +1,5 @@
-//! Memory files that the virtual layer maps for this context. MRs of one mapping share a region, and so do MRs that lie near each other in
-//! the memory file of the process.
+//! Memory files that the virtual layer maps for this context. MRs of one mapping share a region, and so do MRs that lie
+//! near each other in the memory file of the process.
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use unirdma_link::RegionDesc;
 
 use super::maps::FileId;
-use super::moved::SLOT;
+use super::share::SLOT;
 use crate::context::Context;
 use crate::lock;
 

@@ -65,7 +65,7 @@ impl Uffd {
             (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
         };
         let full = call(flags);
-        if full.is_none() && super::pages::last_errno() == libc::ENOSYS {
+        if full.is_none() && super::page_move::last_errno() == libc::ENOSYS {
             // The kernel lacks it; or this is valgrind, which must not get requests that it does not know.
             return None;
         }
@@ -94,7 +94,7 @@ impl Uffd {
     fn ioctl(&self, request: libc::c_ulong, arg: *mut u64) -> i32 {
         // SAFETY: each caller passes the structure of its request, of full length.
         let r = unsafe { libc::syscall(libc::SYS_ioctl, self.fd.as_raw_fd(), request, arg) };
-        if r == 0 { 0 } else { super::pages::last_errno() }
+        if r == 0 { 0 } else { super::page_move::last_errno() }
     }
 
     /// Watches a range. Returns false if memory of this kind cannot be watched, or something else watches it.

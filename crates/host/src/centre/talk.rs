@@ -18,7 +18,7 @@ use unirdma_fleet::v1::hosts_client::HostsClient;
 use unirdma_fleet::v1::{self, to_host};
 
 use super::dial::{self, Trust};
-use super::kept::Kept;
+use super::update_log::UpdateLog;
 use super::{Answerer, Centre, Identity, Order, Shared};
 use crate::supervisor::Supervisor;
 
@@ -51,7 +51,7 @@ struct Open {
 struct Talker {
     identity: Identity,
     agent: Agent,
-    kept: Kept,
+    kept: UpdateLog,
     supervisor: Arc<Supervisor>,
     shared: Arc<Mutex<Shared>>,
     began: Instant,
@@ -76,7 +76,7 @@ pub(crate) fn start(
     addresses: Vec<String>,
     supervisor: &Arc<Supervisor>,
 ) -> io::Result<Arc<Centre>> {
-    let (kept, updates) = Kept::open(&identity.state)?;
+    let (kept, updates) = UpdateLog::open(&identity.state)?;
     let config = Config {
         version: env!("CARGO_PKG_VERSION").into(),
         addresses,

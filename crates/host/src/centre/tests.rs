@@ -454,5 +454,5 @@ fn a_host_without_an_address_of_our_family_is_not_reached() {
         ..v1::Peer::default()
     };
     let changes = n.set_peer("b", Some(&peer));
-    assert!(matches!(&changes[..], [crate::source::Change::Address { place: None, .. }]), "{changes:?}");
+    assert!(matches!(&changes[..], [crate::peer_source::Change::Address { place: None, .. }]), "{changes:?}");
 }

@@ -8,8 +8,8 @@ mod cgroup;
 mod landlock;
 mod limits;
 mod privilege;
+pub(crate) mod scheduling;
 mod seccomp;
-pub(crate) mod standing;
 
 use std::fmt;
 use std::io;
@@ -115,7 +115,7 @@ pub fn enter(plan: &Plan) -> InForce {
 /// ones; other threads give it up. There is no filter if the process has not called [`enter`].
 pub fn thread(kind: Kind) {
     if !matches!(kind, Kind::Poller | Kind::Watcher) {
-        standing::be_usual();
+        scheduling::be_usual();
     }
     if let Err(error) = seccomp::narrow(kind) {
         tracing::warn!(?kind, %error, "this thread has the filter of system calls of the whole process");

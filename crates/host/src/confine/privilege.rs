@@ -7,7 +7,7 @@ use rustix::process::{DumpableBehavior, Gid, Resource, Uid, geteuid, getuid, set
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use serde::{Deserialize, Serialize};
 
-use super::{InForce, Measure, limits, standing};
+use super::{InForce, Measure, limits, scheduling};
 
 /// Users that workers run as by default, in order of preference.
 const DEFAULT_USERS: [&str; 2] = ["unirdma", "nobody"];
@@ -73,7 +73,7 @@ pub(super) fn user_of_workers(name: Option<&str>) -> io::Result<Result<User, Str
 /// Gives up, for good, all rights that a worker does not need.
 pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 5] {
     // Threads inherit the weight, and most give it up again (`confine::thread`).
-    let weight = standing::take_weight();
+    let weight = scheduling::take_weight();
     let bounded = keep_in_bounding_set(CapabilitySet::empty());
     let user = match user {
         // The limit on a user's threads would count the threads of all workers.

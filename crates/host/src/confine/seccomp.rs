@@ -32,13 +32,13 @@ pub enum Kind {
     /// Closes tenants' descriptors.
     Closer,
     /// Maps tenants' memory for commands.
-    Clerk,
+    Background,
 }
 
 impl Kind {
     /// All kinds.
     pub const ALL: [Kind; 7] =
-        [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer, Kind::Clerk];
+        [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer, Kind::Background];
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
@@ -48,7 +48,7 @@ impl Kind {
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],
             Kind::Closer => &[EVERY],
-            Kind::Clerk => &[EVERY, MAPS],
+            Kind::Background => &[EVERY, MAPS],
         }
     }
 }

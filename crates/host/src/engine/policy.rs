@@ -24,7 +24,7 @@ use unirdma_rnic::Bells;
 use super::Engine;
 use super::poller::{Round, Watch};
 use super::sleepers::{CALL, Sleeper};
-use crate::confine::{self, Kind, standing};
+use crate::confine::{self, Kind, scheduling};
 
 /// Rounds between two checks for kicks of sleeping sessions: rounds with work, and rounds without work, which are
 /// shorter. Twins check the clock every `LISTEN_SPINS` looks.
@@ -168,7 +168,7 @@ impl Engine {
         if past.spins_since_ns != 0 && spun_ns < CROWD_NS {
             return false;
         }
-        let ran_ns = standing::thread_ns();
+        let ran_ns = scheduling::thread_ns();
         let away_ns = spun_ns.saturating_sub(ran_ns - past.ran_ns);
         let crowded = past.spins_since_ns != 0 && away_ns > spun_ns / CROWD_PART;
         (past.spins_since_ns, past.ran_ns) = (now, ran_ns);
@@ -273,8 +273,8 @@ impl Engine {
         for i in 0..self.sleepers.count() {
             let (e, core) = (self.clone(), cores[i % cores.len()]);
             std::thread::Builder::new().name(format!("twin{i}")).spawn(move || {
-                standing::pin(core);
-                standing::be_idle();
+                scheduling::pin(core);
+                scheduling::be_idle();
                 confine::thread(Kind::Poller);
                 e.twin(e.sleepers.of(i));
             })?;

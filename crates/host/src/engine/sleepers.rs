@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::time::Timespec;
 use unirdma_device::{lock, now_ns};
-use unirdma_link::Foreign;
+use unirdma_link::BlockingFd;
 
 use super::policy::{DEAF_NS, NAP_NS, Twin};
 use crate::timer::Timer;
@@ -50,7 +50,7 @@ pub(super) struct Sleeper {
 #[derive(Default)]
 struct Kicks {
     /// The descriptors of each session, by its token.
-    of: HashMap<u64, Vec<Arc<Foreign>>>,
+    of: HashMap<u64, Vec<Arc<BlockingFd>>>,
     /// Sessions whose kicks are ignored until `until_ns`.
     unheard: Vec<u64>,
     until_ns: u64,
@@ -81,7 +81,7 @@ impl Sleeper {
     }
 
     /// Lets kicks of a session by this descriptor wake the poller.
-    pub fn hear(&self, session: u64, kick: Arc<Foreign>) -> io::Result<()> {
+    pub fn hear(&self, session: u64, kick: Arc<BlockingFd>) -> io::Result<()> {
         let mut kicks = lock(&self.kicks);
         self.listen(&kick, session, EDGES)?;
         kicks.of.entry(session).or_default().push(kick);
@@ -89,7 +89,7 @@ impl Sleeper {
     }
 
     /// Kicks of a session by this descriptor no longer wake the poller.
-    pub fn forget(&self, session: u64, kick: &Arc<Foreign>) {
+    pub fn forget(&self, session: u64, kick: &Arc<BlockingFd>) {
         let mut kicks = lock(&self.kicks);
         // A descriptor that is left out now is not in the set.
         let _ = epoll::delete(&self.epoll, kick);
@@ -220,12 +220,12 @@ mod tests {
 
     use super::*;
 
-    fn eventfd_of(ledger: &Ledger) -> Arc<Foreign> {
+    fn eventfd_of(ledger: &Ledger) -> Arc<BlockingFd> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        Arc::new(Foreign::new(fd, ledger.take(Resource::Descriptors, 1).unwrap()))
+        Arc::new(BlockingFd::new(fd, ledger.take(Resource::Descriptors, 1).unwrap()))
     }
 
-    fn kick(fd: &Foreign) {
+    fn kick(fd: &BlockingFd) {
         rustix::io::write(fd, &1u64.to_ne_bytes()).unwrap();
     }
 

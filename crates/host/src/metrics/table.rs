@@ -6,7 +6,7 @@
 use unirdma_device::HoldTimes;
 use unirdma_metrics::{Kind, Value};
 
-use crate::supervisor::figures::GroupFigures;
+use crate::supervisor::stats::GroupFigures;
 use crate::vrnic::VrnicInfo;
 
 /// The objects for which a family is exported.
@@ -296,7 +296,7 @@ pub(super) const WORKER: &[Family<GroupFigures>] = &[
 /// Figures that a worker reports. They are missing while it does not answer.
 pub(super) struct Told {
     pub prefix: &'static str,
-    pub families: &'static [Family<crate::protocol::WorkerStatus>],
+    pub families: &'static [Family<crate::ipc::message::WorkerStatus>],
 }
 
 pub(super) const TOLD: &[Told] = &[

@@ -3,7 +3,7 @@
 use unirdma_metrics::{Kind, Value, Writer};
 
 use super::table::{self, Family, Whose};
-use crate::supervisor::figures::{GroupFigures, HostFigures};
+use crate::supervisor::stats::{GroupFigures, HostFigures};
 use crate::vrnic::VrnicInfo;
 
 /// Writes a family, with the figures of each object in `of`: its group, its vRNIC and itself.
@@ -104,8 +104,8 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::ipc::message::Figures;
     use crate::network::WireInfo;
-    use crate::protocol::Figures;
     use crate::tunnel::TunnelInfo;
 
     /// A host with these groups, the given number of vRNICs in each, and one more worker, which does not answer.

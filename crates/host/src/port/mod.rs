@@ -19,7 +19,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use unirdma_rnic::{Arrival, Tx};
 
-use crate::seal::Opened;
+use crate::encryption::Opened;
 pub(crate) use packet::PacketPort;
 pub(crate) use udp::UdpPort;
 
@@ -75,7 +75,7 @@ impl std::ops::AddAssign for PortCounters {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::seal::Seals;
+    use crate::encryption::Seals;
     use std::net::SocketAddr;
     use std::sync::Arc;
     use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS};

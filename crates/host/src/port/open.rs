@@ -12,8 +12,8 @@ use unirdma_formats::wire::ROCE_PORT;
 
 pub(crate) use super::socket::mark;
 use super::socket::{ECN_CAPABLE, SOL_UDP, enlarge_buffers, set};
+use crate::network::bpf::{self, Instruction, Table};
 use crate::network::interface_index;
-use crate::steer::{self, Instruction, Table};
 
 /// Options of every socket of a virtual layer.
 #[derive(Clone, Copy, Debug, Default)]
@@ -67,7 +67,7 @@ pub(crate) fn claim(kind: Kind, addr: IpAddr) -> io::Result<UdpSocket> {
     // Set only after the bind: otherwise another virtual layer of the same user could share the port.
     sockopt::set_socket_reuseport(&udp, true)?;
     prepare(&udp, kind, addr)?;
-    steer::attach(&udp, libc::SO_ATTACH_FILTER, &[steer::end(0)])?;
+    bpf::attach(&udp, libc::SO_ATTACH_FILTER, &[bpf::end(0)])?;
     Ok(udp)
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn share(kind: Kind, addr: IpAddr, o: Options) -> io::Result<UdpSocke
         // Packets arrive by a packet socket. This socket must not enable GRO: if the kernel joined packets, it would
         // not keep the Identification of each.
         set(&udp, SOL_UDP, libc::UDP_GRO, 0);
-        steer::attach(&udp, libc::SO_ATTACH_FILTER, &[steer::end(0)])?;
+        bpf::attach(&udp, libc::SO_ATTACH_FILTER, &[bpf::end(0)])?;
     }
     rustix::net::bind(&udp, &SocketAddr::new(addr, kind.port())).map_err(|e| kind.failed(addr, &e.into()))?;
     Ok(udp)
@@ -113,7 +113,7 @@ fn prepare(udp: &UdpSocket, kind: Kind, addr: IpAddr) -> io::Result<()> {
 /// Errors of sockets: another process has the port.
 pub(crate) fn flow(from: SocketAddr, o: Options) -> io::Result<UdpSocket> {
     let udp = UdpSocket::bind(from)?;
-    steer::attach(&udp, libc::SO_ATTACH_FILTER, &[steer::end(0)])?;
+    bpf::attach(&udp, libc::SO_ATTACH_FILTER, &[bpf::end(0)])?;
     lock_filter(&udp)?;
     configure(&udp, from.ip())?;
     o.mark.map_or(Ok(()), |m| mark(&udp, m))?;
@@ -219,7 +219,7 @@ fn bind_packets(addr: Ipv4Addr, program: &[Instruction]) -> io::Result<OwnedFd> 
     // SAFETY: the descriptor was just made.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     enlarge_buffers(&fd);
-    steer::attach(&fd, libc::SO_ATTACH_FILTER, program)?;
+    bpf::attach(&fd, libc::SO_ATTACH_FILTER, program)?;
     // A packet that never left this machine arrives without having been split. The first option reports how to split
     // it, the second the offset of its IP header.
     if ![libc::PACKET_VNET_HDR, libc::PACKET_AUXDATA].into_iter().all(|o| set(&fd, libc::SOL_PACKET, o, 1)) {
@@ -242,7 +242,7 @@ pub(crate) fn roce_to(addr: Ipv4Addr, table: &Table, manager: u32) -> Vec<Instru
     // Offset of the packet type in the kernel's packet metadata (SKF_AD_OFF + SKF_AD_PKTTYPE).
     const PACKET_TYPE: u32 = -0x1000_i32 as u32 + 4;
     const THIS_HOST: u32 = 0;
-    const IP: u32 = steer::IP_HEADER;
+    const IP: u32 = bpf::IP_HEADER;
     let (word, half, byte) = (0x20, 0x28, 0x30);
     let (equal, any_bit) = (0x15, 0x45);
     let checks = [
@@ -256,7 +256,7 @@ pub(crate) fn roce_to(addr: Ipv4Addr, table: &Table, manager: u32) -> Vec<Instru
     ];
     let check = |(load, offset, compare, k)| {
         let (jt, jf) = if compare == equal { (1, 0) } else { (0, 1) };
-        [Instruction { code: load, jt: 0, jf: 0, k: offset }, Instruction { code: compare, jt, jf, k }, steer::end(0)]
+        [Instruction { code: load, jt: 0, jf: 0, k: offset }, Instruction { code: compare, jt, jf, k }, bpf::end(0)]
     };
-    checks.into_iter().flat_map(check).chain(steer::by_qpn_of_ipv4(table, manager)).collect()
+    checks.into_iter().flat_map(check).chain(bpf::by_qpn_of_ipv4(table, manager)).collect()
 }

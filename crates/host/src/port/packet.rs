@@ -10,7 +10,7 @@ use unirdma_rnic::{Arrival, Tx};
 use super::icrc::open;
 use super::socket::{Inbox, ip_header_at, is_behind, is_congested};
 use super::{Port, PortCounters, UdpPort, take};
-use crate::seal::Opened;
+use crate::encryption::Opened;
 
 /// Bytes of a `virtio_net_hdr`.
 const VNET_BYTES: usize = 10;
@@ -109,11 +109,11 @@ impl Port for PacketPort {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::encryption::Seals;
+    use crate::network::bpf::Table;
     use crate::port::open::{self, Kind, Options, packets, roce_to};
     use crate::port::socket::set;
     use crate::port::tests::alone;
-    use crate::seal::Seals;
-    use crate::steer::Table;
     use std::io;
     use std::sync::Arc;
     use unirdma_formats::net::FIRST_SOURCE_PORT;

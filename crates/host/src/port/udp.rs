@@ -12,7 +12,7 @@ use unirdma_rnic::{Arrival, Tx, TxPacket};
 use super::icrc::Checker;
 use super::socket::{BATCH, ECN_CAPABLE, Inbox, NO_HEADER, Room, SOL_UDP, add_control, is_behind, notes, sockaddr};
 use super::{Port, PortCounters, take};
-use crate::seal::{End, Opened, Seals, Sender, mark_datagram};
+use crate::encryption::{End, Opened, Seals, Sender, mark_datagram};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
 const MAX_SEGMENTS: usize = 64;

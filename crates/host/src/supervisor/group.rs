@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 use unirdma_device::{LogLimit, lock, now_ns};
 
 use crate::confine::{self, Cgroup, CgroupLimits, Cgroups, InForce, Measure};
-use crate::line::Line;
+use crate::ipc::connection::Connection;
+use crate::ipc::message::{Answer, Begin, Call, Event, NewVrnic, VERSION};
 use crate::network::{Network, Plan};
 use crate::process::{self, Child};
-use crate::protocol::{Answer, Begin, Call, NewVrnic, Notice, VERSION};
 use crate::worker::Alone;
 use crate::{Isolation, context};
 
@@ -96,7 +96,7 @@ pub(super) struct Capturing {
 
 /// A running worker.
 pub(super) struct Worker {
-    line: Line,
+    line: Connection,
     /// `None`: it is a thread of this process.
     child: Option<Child>,
     notices: OwnedFd,
@@ -108,7 +108,7 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    fn new(line: Line, child: Option<Child>, notices: OwnedFd) -> Worker {
+    fn new(line: Connection, child: Option<Child>, notices: OwnedFd) -> Worker {
         Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false }
     }
 
@@ -130,7 +130,7 @@ impl Worker {
     }
 
     /// The next notice received. Messages that do not parse are skipped.
-    pub fn notice(&self, buffer: &mut [u8]) -> Option<Notice> {
+    pub fn notice(&self, buffer: &mut [u8]) -> Option<Event> {
         while let Ok((n @ 1.., _)) = rustix::net::recv(&self.notices, &mut *buffer, rustix::net::RecvFlags::DONTWAIT) {
             if let Ok(notice) = serde_json::from_slice(&buffer[..n]) {
                 return Some(notice);
@@ -171,7 +171,7 @@ impl Worker {
     }
 
     /// Opens a connection. Returns the group for which the worker has begun.
-    fn greet(&mut self, notices: BorrowedFd<'_>) -> io::Result<Option<String>> {
+    fn handshake(&mut self, notices: BorrowedFd<'_>) -> io::Result<Option<String>> {
         match self.ask(&Call::Hello { version: VERSION }, &[notices])? {
             Answer::Hello(h) if h.version == VERSION && h.program == env!("CARGO_PKG_VERSION") => Ok(h.group),
             Answer::Hello(h) => {
@@ -202,7 +202,7 @@ pub(super) struct Inner {
 }
 
 /// State shared by all groups.
-pub(super) struct Around {
+pub(super) struct SupervisorShared {
     pub isolation: Isolation,
     pub confinement: Option<confine::Plan>,
     pub network: Option<Mutex<Network>>,
@@ -212,7 +212,7 @@ pub(super) struct Around {
     pub doors: PathBuf,
 }
 
-impl Around {
+impl SupervisorShared {
     /// Why weights of groups have no effect; `None` if they have.
     pub fn why_no_weights(&self) -> Option<String> {
         match &self.cgroups {
@@ -243,7 +243,7 @@ pub(super) struct Group {
     /// Its worker's share of the processors, in hundredths of the default share.
     weight: AtomicU32,
     seal: Mutex<SealNote>,
-    around: Arc<Around>,
+    around: Arc<SupervisorShared>,
     /// The listening socket of its worker.
     door: PathBuf,
     listener: UnixListener,
@@ -257,7 +257,7 @@ impl Group {
     ///
     /// # Errors
     /// The worker's socket cannot be made.
-    pub fn new(begin: Begin, weight: u32, around: Arc<Around>) -> io::Result<Group> {
+    pub fn new(begin: Begin, weight: u32, around: Arc<SupervisorShared>) -> io::Result<Group> {
         let door = around.door(&begin.group);
         let _ = std::fs::remove_file(&door);
         let listener = UnixListener::bind(&door).map_err(context("cannot listen on", &door))?;
@@ -267,7 +267,7 @@ impl Group {
     fn with(
         begin: Begin,
         weight: u32,
-        around: Arc<Around>,
+        around: Arc<SupervisorShared>,
         listener: UnixListener,
         members: BTreeMap<String, Member>,
     ) -> Group {
@@ -294,7 +294,7 @@ impl Group {
         fds: Vec<OwnedFd>,
         members: BTreeMap<String, Member>,
         secrets: Option<OwnedFd>,
-        around: Arc<Around>,
+        around: Arc<SupervisorShared>,
     ) -> Option<Group> {
         let mut fds = fds.into_iter();
         let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
@@ -304,7 +304,7 @@ impl Group {
         if !child.has_ended() {
             let mut inner = group.lock();
             match group.take_over(child, &inner) {
-                Ok(worker) => group.employ(&mut inner, Worker { in_force: kept.in_force, ..worker }),
+                Ok(worker) => group.install(&mut inner, Worker { in_force: kept.in_force, ..worker }),
                 Err(e) => {
                     tracing::error!(group = group.name, error = %e, "its worker cannot be taken over and is ended")
                 }
@@ -317,12 +317,12 @@ impl Group {
     fn take_over(&self, child: Child, Inner { members, secrets, .. }: &Inner) -> io::Result<Worker> {
         let taken = || {
             let (notices, theirs) = notice_sockets()?;
-            let line = Line::new(UnixStream::connect(&self.door)?.into())?;
+            let line = Connection::new(UnixStream::connect(&self.door)?.into())?;
             let mut worker = Worker::new(line, None, notices);
-            if worker.greet(theirs.as_fd())?.as_deref() != Some(&self.name) {
+            if worker.handshake(theirs.as_fd())?.as_deref() != Some(&self.name) {
                 return Err(nonsense());
             }
-            worker.confide(secrets.as_ref())?;
+            worker.send_secrets(secrets.as_ref())?;
             let Answer::Names(names) = worker.tell(&Call::Names, &[])? else { return Err(nonsense()) };
             let names: BTreeSet<String> = names.into_iter().collect();
             for name in names.iter().filter(|n| !members.contains_key(*n)) {
@@ -368,14 +368,14 @@ impl Group {
         let mut worker = self.launch()?;
         match worker.introduce_all(inner, self.plan()) {
             Ok(()) => {
-                self.employ(inner, worker);
+                self.install(inner, worker);
                 Ok(())
             }
             Err(e) => Err(self.failed(worker, &e)),
         }
     }
 
-    fn employ(&self, inner: &mut Inner, worker: Worker) {
+    fn install(&self, inner: &mut Inner, worker: Worker) {
         *lock(&self.process) = worker.pidfd().and_then(|fd| fd.try_clone_to_owned().ok());
         inner.worker = Some(worker);
     }
@@ -386,7 +386,8 @@ impl Group {
     }
 
     fn launch(&self) -> io::Result<Worker> {
-        let line = Line::new(UnixStream::connect(&self.door).map_err(context("cannot reach", &self.door))?.into())?;
+        let line =
+            Connection::new(UnixStream::connect(&self.door).map_err(context("cannot reach", &self.door))?.into())?;
         let (notices, theirs) = notice_sockets()?;
         let door = self.listener.try_clone()?;
         let child = match self.around.isolation {
@@ -404,7 +405,7 @@ impl Group {
         let cgroup = child.as_ref().map(|c| self.make_cgroup(c.pid()));
         let mut worker = Worker::new(line, child, notices);
         let begin = || {
-            worker.greet(theirs.as_fd())?;
+            worker.handshake(theirs.as_fd())?;
             let network = self.around.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
             let (network, sockets) = network.map_or((None, Vec::new()), |(e, s)| (Some(e), s));
             let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
@@ -579,7 +580,7 @@ impl Worker {
     fn introduce_all(&mut self, inner: &Inner, plan: Option<Plan>) -> io::Result<()> {
         if let Some(plan) = plan {
             // The secrets and the plan come before the vRNICs, because nobody can send yet.
-            self.confide(inner.secrets.as_ref())?;
+            self.send_secrets(inner.secrets.as_ref())?;
             self.tell(&Call::Plan(plan), &[])?;
         }
         for m in inner.members.values() {
@@ -592,7 +593,7 @@ impl Worker {
     }
 
     /// Gives it the secrets of its group, if there are any.
-    fn confide(&mut self, secrets: Option<&OwnedFd>) -> io::Result<()> {
+    fn send_secrets(&mut self, secrets: Option<&OwnedFd>) -> io::Result<()> {
         match secrets {
             Some(file) => self.tell(&Call::Secrets { any: true }, &[file.as_fd()]).map(drop),
             None => Ok(()),
@@ -621,7 +622,7 @@ impl Worker {
 /// Ends an unknown worker, if one listens at this socket.
 pub(super) fn end_stranger(door: &Path) {
     let end = || -> io::Result<()> {
-        let line = Line::new(UnixStream::connect(door)?.into())?;
+        let line = Connection::new(UnixStream::connect(door)?.into())?;
         line.send(&Call::Hello { version: VERSION }, &[], PATIENCE)?;
         line.receive::<Answer>(PATIENCE)?;
         line.send(&Call::End, &[], PATIENCE)

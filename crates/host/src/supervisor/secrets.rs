@@ -6,9 +6,9 @@
 use super::group::SealNote;
 use super::*;
 use crate::admin::SecretChange;
+use crate::encryption::{GroupSecrets, Secret, Secrets};
+use crate::ipc::message::Call;
 use crate::network::SealedWith;
-use crate::protocol::Call;
-use crate::seal::{GroupSecrets, Secret, Secrets};
 
 /// An administrator's change of secrets.
 pub(super) enum NewSecret {

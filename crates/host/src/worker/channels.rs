@@ -11,7 +11,7 @@ use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 use unirdma_abi as abi;
 use unirdma_device::queue_of_channel;
-use unirdma_link::{Foreign, Resource};
+use unirdma_link::{BlockingFd, Resource};
 
 use super::{Conn, Worker};
 
@@ -59,13 +59,13 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ours = eventfd(0, flags).map_err(|e| e.to_string())?;
         let theirs = rustix::io::fcntl_dupfd_cloexec(&ours, 0).map_err(|e| e.to_string())?;
-        conn.changed.insert(key, Some(Arc::new(Foreign::new(ours, ticket))));
+        conn.changed.insert(key, Some(Arc::new(BlockingFd::new(ours, ticket))));
         return Ok(theirs);
     }
     let (ours, theirs) = pair(SocketType::STREAM)?;
     set_socket_oobinline(&ours, true).map_err(|e| e.to_string())?;
     // Unread messages of the process are dropped together with the socket, perhaps slowly.
-    let ours = Arc::new(Foreign::new(ours, ticket));
+    let ours = Arc::new(BlockingFd::new(ours, ticket));
     conn.device.set_control_channel(Some(ours.clone()));
     conn.changed.insert(key, Some(ours));
     Ok(theirs)

@@ -8,10 +8,13 @@ use rustix::event::epoll;
 use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::Device;
-use unirdma_link::{Backend, Foreign, Ledger, Memory, Progress, Refusal, Resource};
+use unirdma_link::{Backend, BlockingFd, Ledger, Memory, Progress, Refusal, Resource};
 use unirdma_rnic::SessionId;
 
-use super::{BURST, Conn, Kick, Looker, Mode, OF_POLLERS, PAUSE_NS, Paused, Session, Sight, Source, Worker, channels};
+use super::{
+    BURST, Conn, Kick, Mode, OF_POLLERS, PAUSE_NS, Paused, RefusedSession, RefusedSessions, Session, Source, Worker,
+    channels,
+};
 
 /// Most programs of one vRNIC that read its configuration while it is at its session limit. A new one replaces the
 /// oldest.
@@ -31,9 +34,9 @@ impl Worker {
         let Ok(sock) = rustix::net::accept_with(&v.listener(mode).1, flags) else { return };
         // The program may have sent descriptors already, which are closed together with the socket.
         let Some(ticket) = v.ledger.take(Resource::Descriptors, 1) else {
-            return drop(Foreign::refused(sock, &v.ledger));
+            return drop(BlockingFd::refused(sock, &v.ledger));
         };
-        let sock = Foreign::new(sock, ticket);
+        let sock = BlockingFd::new(sock, ticket);
         // Urgent data is received in line. Otherwise the kernel would drop urgent bytes and their descriptors, in the
         // receiving thread.
         if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
@@ -45,7 +48,7 @@ impl Worker {
                 let max = v.limits.max_sessions;
                 tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
             }
-            let (sight, ledger) = (Sight(v.identity.clone(), mode), v.ledger.clone());
+            let (sight, ledger) = (RefusedSession(v.identity.clone(), mode), v.ledger.clone());
             return self.add_looker(name, sock, sight, ledger);
         }
         let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
@@ -91,7 +94,7 @@ impl Worker {
         self.sessions.insert(id, session);
     }
 
-    fn add_looker(&mut self, name: &str, sock: Foreign, sight: Sight, ledger: Ledger) {
+    fn add_looker(&mut self, name: &str, sock: BlockingFd, sight: RefusedSession, ledger: Ledger) {
         let mut others = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id);
         if let (Some(oldest), true) = (others.next(), others.count() + 1 >= MAX_LOOKERS) {
             self.end_look(oldest);
@@ -99,7 +102,7 @@ impl Worker {
         let id = self.next_token;
         let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
         let backend = Backend::look_only(sock, ledger, Refusal::TooManyUsers);
-        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token });
+        self.lookers.insert(id, RefusedSessions { vrnic: name.into(), backend, sight, token });
     }
 
     pub(super) fn end_look(&mut self, id: u64) {
@@ -206,7 +209,7 @@ impl Worker {
         }
     }
 
-    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<Foreign>>) {
+    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<BlockingFd>>) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let device_session = s.conn.device.session();
         let wakes = channels::wake_channel(vring).filter(|_| !s.conn.device.is_rfc());

@@ -11,7 +11,7 @@ use unirdma_formats::{Gid, Psn};
 use super::ids::is_any;
 use super::protocol::{MRA_TIMEOUT, RESPONSE_TIMEOUT, RETRIES, time_ns};
 use super::{Addr, CmEventKind, CmId, ECONNRESET, Ends, Id, MAX_BACKLOG, Manager, Result, State, private_of};
-use crate::objects::{MAX_RD_ATOMIC, VnicId};
+use crate::objects::{MAX_RD_ATOMIC, VrnicId};
 
 /// Prefix of the service IDs of connections over IP: bits 24 and above. The port space and the port follow (annex A11).
 const IP_SERVICE: u64 = 1 << 24;
@@ -27,16 +27,16 @@ impl Manager<'_> {
 
     pub(super) fn connect(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let c = self.expect(id, &[State::RouteResolved])?;
-        let (datagram, vnic, across) = (c.is_datagram(), c.vnic, c.across);
+        let (datagram, vrnic, across) = (c.is_datagram(), c.vrnic, c.across);
         let (Some(src), Some(dst)) = (c.src, c.dst) else { return Err(Status::BadState) };
-        if !self.core.may_ask(vnic, Gid::from_ip(dst.ip), across) {
-            self.core.count_refused(vnic);
+        if !self.core.may_ask(vrnic, Gid::from_ip(dst.ip), across) {
+            self.core.count_refused(vrnic);
             return Err(Status::Unreachable);
         }
         let private = private_of(r, if datagram { user_bytes::SIDR_REQ } else { user_bytes::REQ })?;
         let private = IpHeader { src_port: src.port, src: src.ip, dst: dst.ip }.before(private);
         let (local_id, psn) = (self.new_local_id(id), self.core.random.psns.next_u64() as u32 & 0xff_ffff);
-        let mtu = self.path_mtu(vnic, dst.ip);
+        let mtu = self.path_mtu(vrnic, dst.ip);
         let c = self.expect(id, &[State::RouteResolved])?;
         let service_id = service_id(c.space, dst.port);
         (c.local_id, c.tid, c.mtu, c.active) = (local_id, u64::from(local_id), mtu, true);
@@ -153,12 +153,12 @@ impl Manager<'_> {
     // The passive side: is asked for a connection.
 
     /// The identifier that listens to a service at an address.
-    pub(super) fn find_listener(&self, vnic: VnicId, service: u64, ip: IpAddr) -> Option<Id> {
+    pub(super) fn find_listener(&self, vrnic: VrnicId, service: u64, ip: IpAddr) -> Option<Id> {
         if service >> 24 != IP_SERVICE >> 24 {
             return None;
         }
         let (space, port) = (0x100 | (service >> 16 & 0xff) as u16, service as u16);
-        let users = self.cm.ports.get(&(vnic, space, port))?;
+        let users = self.cm.ports.get(&(vrnic, space, port))?;
         let takes = |c: &CmId| {
             let wild = |a: Addr| is_any(a.ip) && (a.ip.is_ipv4() == ip.is_ipv4() || a.ip.is_ipv6() && !c.one_family);
             c.state == State::Listening && c.src.is_some_and(|a| a.ip == ip || wild(a))
@@ -180,10 +180,10 @@ impl Manager<'_> {
         if l.waiting >= l.backlog.min(MAX_BACKLOG) {
             return None;
         }
-        let (vnic, owner, queue, space, tos, timeout) = (l.vnic, l.owner, l.queue, l.space, l.tos, l.ack_timeout);
+        let (vrnic, owner, queue, space, tos, timeout) = (l.vrnic, l.owner, l.queue, l.space, l.tos, l.ack_timeout);
         let port = l.src.map_or(0, |a| a.port);
-        let id = self.insert(vnic, owner?, queue, space).ok()?;
-        let across = self.core.objects.vnics.get(vnic.0).and_then(|v| self.core.across(v.group, from));
+        let id = self.insert(vrnic, owner?, queue, space).ok()?;
+        let across = self.core.objects.vrnics.get(vrnic.0).and_then(|v| self.core.across(v.group, from));
         self.cm.ids.get_mut(listener)?.waiting += 1;
         let local_id = self.new_local_id(id);
         let c = self.cm.ids.get_mut(id)?;
@@ -192,12 +192,12 @@ impl Manager<'_> {
         (c.tos, c.ack_timeout, c.across) = (tos, timeout, across);
         c.src = Some(Addr { ip: own.ip(), port });
         c.dst = Some(Addr { ip: from.ip(), port: ip.src_port });
-        self.cm.requests.insert((vnic, from, remote_id, space == port_space::UDP), id);
+        self.cm.requests.insert((vrnic, from, remote_id, space == port_space::UDP), id);
         Some(id)
     }
 
-    pub(super) fn on_req(&mut self, vnic: VnicId, own: Gid, from: Gid, tid: u64, r: &Req) {
-        if let Some(&id) = self.cm.requests.get(&(vnic, from, r.local_id, false)) {
+    pub(super) fn on_req(&mut self, vrnic: VrnicId, own: Gid, from: Gid, tid: u64, r: &Req) {
+        if let Some(&id) = self.cm.requests.get(&(vrnic, from, r.local_id, false)) {
             return self.on_req_again(id);
         }
         let refuse = |rnic: &mut Self, reason: u16| {
@@ -209,15 +209,15 @@ impl Manager<'_> {
                 info: Vec::new(),
                 private: Vec::new(),
             };
-            rnic.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
+            rnic.send_mad_to(vrnic, own, from, &Mad { tid, message }.bytes());
         };
-        let listener = self.find_listener(vnic, r.service_id, own.ip());
+        let listener = self.find_listener(vrnic, r.service_id, own.ip());
         let (Some(listener), Some((ip, user))) = (listener, IpHeader::parse(&r.private)) else {
             return refuse(self, reason::INVALID_SERVICE);
         };
         const INVALID_PATH_MTU: u16 = 26;
         const INVALID_TRANSPORT: u16 = 9;
-        let mtu = self.path_mtu(vnic, from.ip());
+        let mtu = self.path_mtu(vrnic, from.ip());
         if r.mtu == 0 || r.mtu > mtu {
             return refuse(self, INVALID_PATH_MTU);
         }
@@ -420,27 +420,27 @@ impl Manager<'_> {
 
     pub(super) fn on_sidr_req(
         &mut self,
-        vnic: VnicId,
+        vrnic: VrnicId,
         (own, from): (Gid, Gid),
         tid: u64,
         request: u32,
         service: u64,
         private: &[u8],
     ) {
-        if let Some(&id) = self.cm.requests.get(&(vnic, from, request, true)) {
+        if let Some(&id) = self.cm.requests.get(&(vrnic, from, request, true)) {
             if let Some(sent) = self.cm.ids.get(id).and_then(|c| c.sent.clone()) {
                 self.send_mad(id, &sent);
             }
             return;
         }
-        let listener = self.find_listener(vnic, service, own.ip());
+        let listener = self.find_listener(vrnic, service, own.ip());
         let answers = listener.and_then(|l| self.cm.ids.get(l)?.answers);
         let (None, Some(listener), Some((ip, user))) = (answers, listener, IpHeader::parse(private)) else {
             let (status, (qpn, qkey)) = answers.map_or((sidr::UNSUPPORTED, (0, 0)), |a| (sidr::OK, a));
             let (info, private) = (Vec::new(), Vec::new());
             let message =
                 Message::SidrRep { request_id: request, status, qpn, service_id: service, qkey, info, private };
-            return self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
+            return self.send_mad_to(vrnic, own, from, &Mad { tid, message }.bytes());
         };
         let Some(id) = self.new_request(listener, own, from, request, tid, &ip) else { return };
         self.raise_request(listener, id, user);

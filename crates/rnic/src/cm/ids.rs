@@ -13,7 +13,7 @@ use super::{
     MAX_PORTS_TRIED, MAX_SHARERS, MIN_RNR_TIMER, Manager, Result, State, queue_of, write,
 };
 use crate::multicast::MULTICAST_QPN;
-use crate::objects::{SessionId, VnicId};
+use crate::objects::{SessionId, VrnicId};
 
 /// True if an address to bind means all addresses of the vRNIC: a wildcard address, or a loopback address, which no
 /// device has.
@@ -23,25 +23,25 @@ pub(super) fn is_any(ip: IpAddr) -> bool {
 
 impl Manager<'_> {
     pub(super) fn create(&mut self, s: SessionId, r: &abi::CmReq) -> Result<Id> {
-        let vnic = self.core.objects.vnic_of(s)?;
+        let vrnic = self.core.objects.vrnic_of(s)?;
         let queue = queue_of(r.queue)?;
         if ![port_space::TCP, port_space::UDP, port_space::IB].contains(&r.port_space) {
             return Err(Status::Unsupported);
         }
-        let id = self.insert(vnic, s, queue, r.port_space)?;
+        let id = self.insert(vrnic, s, queue, r.port_space)?;
         self.cm.ids.get_mut(id).ok_or(Status::BadHandle)?.xrc = r.option == abi::CM_XRC;
         Ok(id)
     }
 
-    pub(super) fn insert(&mut self, vnic: VnicId, owner: SessionId, queue: u16, space: u16) -> Result<Id> {
-        if self.cm.used.get(&vnic).is_some_and(|used| *used >= MAX_IDS) {
+    pub(super) fn insert(&mut self, vrnic: VrnicId, owner: SessionId, queue: u16, space: u16) -> Result<Id> {
+        if self.cm.used.get(&vrnic).is_some_and(|used| *used >= MAX_IDS) {
             return Err(Status::Exhausted);
         }
         let number = self.core.objects.new_number(owner)?;
         let id = CmId {
             number,
             owner: Some(owner),
-            vnic,
+            vrnic,
             queue,
             space,
             xrc: false,
@@ -71,7 +71,7 @@ impl Manager<'_> {
         };
         let id = self.cm.ids.insert(id).ok_or(Status::Exhausted)?;
         self.cm.numbers.insert((owner, number), id);
-        *self.cm.used.entry(vnic).or_default() += 1;
+        *self.cm.used.entry(vrnic).or_default() += 1;
         Ok(id)
     }
 
@@ -89,13 +89,13 @@ impl Manager<'_> {
     pub(super) fn bind(&mut self, id: Id, to: Addr) -> Result<()> {
         self.expect(id, &[State::Idle])?;
         let c = self.cm.ids.get(id).ok_or(Status::BadHandle)?;
-        let (ip, vnic, space) = (to.ip, c.vnic, c.space);
-        let v = self.core.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let (ip, vrnic, space) = (to.ip, c.vrnic, c.space);
+        let v = self.core.objects.vrnics.get(vrnic.0).ok_or(Status::BadHandle)?;
         if !is_any(ip) && !v.gids.contains(&Gid::from_ip(ip)) {
             return Err(Status::NoDevice);
         }
         let port = if to.port != 0 {
-            let taken = self.cm.ports.get(&(vnic, space, to.port)).map_or(&[][..], |ids| ids);
+            let taken = self.cm.ports.get(&(vrnic, space, to.port)).map_or(&[][..], |ids| ids);
             if taken.len() >= MAX_SHARERS || taken.iter().any(|&other| self.conflicts(id, other, ip)) {
                 return Err(Status::AddressInUse);
             }
@@ -103,11 +103,11 @@ impl Manager<'_> {
         } else {
             let n = u64::from(FREE_PORTS.end - FREE_PORTS.start);
             let first = self.core.random.cm_ports.next_u64() % n;
-            let free = |p: &u16| !self.cm.ports.contains_key(&(vnic, space, *p));
+            let free = |p: &u16| !self.cm.ports.contains_key(&(vrnic, space, *p));
             let mut some = (0..n).map(|i| FREE_PORTS.start + ((first + i) % n) as u16).take(MAX_PORTS_TRIED);
             some.find(free).ok_or(Status::AddressInUse)?
         };
-        self.cm.ports.entry((vnic, space, port)).or_default().push(id);
+        self.cm.ports.entry((vrnic, space, port)).or_default().push(id);
         let c = self.expect(id, &[State::Idle])?;
         (c.src, c.state) = (Some(Addr { ip, port }), State::Bound);
         Ok(())
@@ -123,11 +123,11 @@ impl Manager<'_> {
             self.bind(id, Addr::read(&r.src)?.unwrap_or(Addr { ip: any, port: 0 }))?;
         }
         let c = self.expect(id, &[State::Bound])?;
-        let (vnic, bound) = (c.vnic, c.src.ok_or(Status::BadState)?);
+        let (vrnic, bound) = (c.vrnic, c.src.ok_or(Status::BadState)?);
         if !is_any(bound.ip) && bound.ip.is_ipv4() != dst.ip.is_ipv4() {
             return Err(Status::BadValue);
         }
-        let v = self.core.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let v = self.core.objects.vrnics.get(vrnic.0).ok_or(Status::BadHandle)?;
         let own = v.first(dst.ip.is_ipv4()).map(|g| g.ip()).ok_or(Status::NoDevice)?;
         if dst.ip.is_loopback() {
             dst.ip = own;
@@ -145,10 +145,10 @@ impl Manager<'_> {
     /// now. True if it is resolved.
     fn reach(&mut self, id: Id) -> bool {
         let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };
-        let (Some(dst), Some(v)) = (c.dst, self.core.objects.vnics.get(c.vnic.0)) else { return false };
+        let (Some(dst), Some(v)) = (c.dst, self.core.objects.vrnics.get(c.vrnic.0)) else { return false };
         let (group, gid) = (v.group, Gid::from_ip(dst.ip));
-        let (vnic, across) = (c.vnic, self.core.across(group, gid));
-        let allowed = || gid.ip().is_multicast() || self.core.may_ask(vnic, gid, across);
+        let (vrnic, across) = (c.vrnic, self.core.across(group, gid));
+        let allowed = || gid.ip().is_multicast() || self.core.may_ask(vrnic, gid, across);
         let there = self.core.is_reachable(group, gid) && allowed();
         if there {
             self.stop_timer(id);
@@ -185,7 +185,7 @@ impl Manager<'_> {
         }
         let c = self.expect(id, &[State::Bound, State::Listening])?;
         c.backlog = if backlog == 0 { 1024 } else { backlog.min(MAX_BACKLOG) };
-        let (key, src) = ((c.vnic, c.space, c.src.map_or(0, |a| a.port)), c.src);
+        let (key, src) = ((c.vrnic, c.space, c.src.map_or(0, |a| a.port)), c.src);
         let shares = c.reuse && c.answers.is_some();
         // Identifiers that connect may share an address. Identifiers that listen may not, unless all of them answer
         // requests without their program; then the last one answers.
@@ -312,12 +312,12 @@ impl Manager<'_> {
     }
 
     /// Removes all identifiers of a vRNIC that has been removed, also those that wait for their peer's last answer.
-    pub fn forget_vnic(&mut self, vnic: VnicId) {
-        self.cm.early.retain(|e| e.vnic != vnic);
-        for id in self.cm.ids.handles(|c| c.vnic == vnic) {
+    pub fn forget_vrnic(&mut self, vrnic: VrnicId) {
+        self.cm.early.retain(|e| e.vrnic != vrnic);
+        for id in self.cm.ids.handles(|c| c.vrnic == vrnic) {
             self.remove(id);
         }
-        self.cm.used.remove(&vnic);
+        self.cm.used.remove(&vrnic);
     }
 
     /// Destroys an identifier: requests to it are refused, and its connection is ended.
@@ -364,7 +364,7 @@ impl Manager<'_> {
     fn release_port(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get(id) else { return };
         let Some(src) = c.src else { return };
-        let key = (c.vnic, c.space, src.port);
+        let key = (c.vrnic, c.space, src.port);
         if let Some(users) = self.cm.ports.get_mut(&key) {
             users.retain(|u| *u != id);
             if users.is_empty() {
@@ -379,12 +379,12 @@ impl Manager<'_> {
         if let Some(owner) = c.owner {
             self.cm.numbers.remove(&(owner, c.number));
         }
-        if let Some(used) = self.cm.used.get_mut(&c.vnic) {
+        if let Some(used) = self.cm.used.get_mut(&c.vrnic) {
             *used -= 1;
         }
         self.cm.by_local_id.remove(&c.local_id);
         if let (Some(peer), false) = (c.remote(), c.active) {
-            self.cm.requests.remove(&(c.vnic, peer, c.remote_id, c.is_datagram()));
+            self.cm.requests.remove(&(c.vrnic, peer, c.remote_id, c.is_datagram()));
         }
     }
 }

@@ -21,7 +21,7 @@ use unirdma_formats::net::HOP_LIMIT;
 use unirdma_formats::{Gid, Psn};
 
 use crate::core::Core;
-use crate::objects::{SessionId, Taken, VnicId};
+use crate::objects::{SessionId, Taken, VrnicId};
 use crate::output::Output;
 use crate::slab::{Handle, Slab};
 
@@ -43,8 +43,8 @@ const MAX_BACKLOG: u32 = 4096;
 /// Ports to choose from if the program names none.
 const FREE_PORTS: std::ops::Range<u16> = 32_768..61_000;
 /// RNR timer of QPs of connections: 10.24 ms (IBTA vol. 1, table 46). A sender with five retries, which many programs
-/// set, gives its peer 50 ms to post a receive. That is more than the time slice of 30 ms for which a busy poller may
-/// keep the peer from its core. On Linux the timer is 655 ms (code 0), so no program counts on a short one.
+/// set, gives its peer 50 ms to post a receive. That is longer than the kernel keeps a thread of normal priority from a
+/// core that a few others use. On Linux the timer is 655 ms (code 0), so no program counts on a short one.
 const MIN_RNR_TIMER: u8 = 20;
 /// Default ACK timeout of QPs of connections: 0.54 s.
 const ACK_TIMEOUT: u8 = 17;
@@ -148,7 +148,7 @@ pub(crate) struct CmId {
     pub number: u32,
     /// `None` if the program has destroyed it, and it waits for the peer's last answer.
     pub owner: Option<SessionId>,
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     pub queue: u16,
     pub space: u16,
     /// Its connections are XRC connections.
@@ -215,7 +215,7 @@ impl CmId {
 /// for a moment, and its next client may be fast.
 pub(crate) struct Early {
     pub until: u64,
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     pub own: Gid,
     pub from: Gid,
     pub service: u64,
@@ -229,13 +229,13 @@ pub(crate) struct Cm {
     /// By owner and number.
     pub numbers: BTreeMap<(SessionId, u32), Id>,
     /// Number of identifiers of each vRNIC.
-    pub used: HashMap<VnicId, usize>,
+    pub used: HashMap<VrnicId, usize>,
     /// The identifiers that have a port, by vRNIC, port space and port.
-    pub ports: HashMap<(VnicId, u16, u16), Vec<Id>>,
+    pub ports: HashMap<(VrnicId, u16, u16), Vec<Id>>,
     pub by_local_id: HashMap<u32, Id>,
     /// The identifiers of received requests, by vRNIC, sender's GID, sender's communication ID, and whether it is for
     /// datagrams.
-    pub requests: HashMap<(VnicId, Gid, u32, bool), Id>,
+    pub requests: HashMap<(VrnicId, Gid, u32, bool), Id>,
     pub events: BTreeMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
     /// The memory that the events of each session are charged for.
     pub kept: HashMap<SessionId, Taken>,
@@ -257,13 +257,13 @@ impl Cm {
     }
 
     /// The listeners of a vRNIC, as text: port space, address and port.
-    pub fn listeners(&self, vnic: VnicId) -> Vec<String> {
+    pub fn listeners(&self, vrnic: VrnicId) -> Vec<String> {
         let space = |c: &CmId| match c.space {
             port_space::TCP => "TCP",
             port_space::UDP => "UDP",
             _ => "IB",
         };
-        let listening = self.ids.iter().filter(|(_, c)| c.vnic == vnic && c.state == State::Listening);
+        let listening = self.ids.iter().filter(|(_, c)| c.vrnic == vrnic && c.state == State::Listening);
         let address = |c: &CmId| Some(std::net::SocketAddr::new(c.src?.ip, c.src?.port));
         listening.filter_map(|(_, c)| Some(format!("{} {}", space(c), address(c)?))).collect()
     }
@@ -373,7 +373,7 @@ impl Manager<'_> {
     fn ah_to(&self, c: &CmId, dgid: Gid) -> Result<abi::AhAttr> {
         let src = c.src.ok_or(Status::BadState)?;
         let own = Gid::from_ip(src.ip);
-        let index = self.core.gids(c.vnic).iter().position(|g| *g == own).ok_or(Status::NoDevice)?;
+        let index = self.core.gids(c.vrnic).iter().position(|g| *g == own).ok_or(Status::NoDevice)?;
         let grh = abi::GlobalRoute {
             dgid: dgid.0,
             sgid_index: index as u8,
@@ -421,7 +421,7 @@ impl Manager<'_> {
     }
 
     fn push_event(&mut self, owner: SessionId, queue: u16, event: abi::CmEvent) {
-        let room = self.core.objects.vnic_of(owner).map(|v| self.core.objects.other_room(v)).unwrap_or_default();
+        let room = self.core.objects.vrnic_of(owner).map(|v| self.core.objects.other_room(v)).unwrap_or_default();
         self.cm.kept.entry(owner).or_default().force(&room, EVENT_BYTES);
         self.append_event(owner, queue, event);
     }

@@ -10,9 +10,9 @@ use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 
 use super::{CmEventKind, CmId, ETIMEDOUT, Early, Id, Manager, State};
-use crate::arrivals::Mail;
-use crate::objects::{MAX_MTU, Note, VnicId};
+use crate::objects::{MAX_MTU, Note, VrnicId};
 use crate::path::{Arrival, Path};
+use crate::rx::ReceivedMad;
 
 /// Time that a peer has for an answer, encoded: 4.3 s.
 pub(super) const RESPONSE_TIMEOUT: u8 = 20;
@@ -39,20 +39,20 @@ impl Manager<'_> {
     /// Sends a MAD from an identifier to its peer.
     pub(super) fn send_mad(&mut self, id: Id, mad: &[u8; MAD_BYTES]) {
         let Some(c) = self.cm.ids.get(id) else { return };
-        let (Some(src), Some(to), vnic) = (c.src, c.remote(), c.vnic) else { return };
-        self.send_mad_to(vnic, Gid::from_ip(src.ip), to, mad);
+        let (Some(src), Some(to), vrnic) = (c.src, c.remote(), c.vrnic) else { return };
+        self.send_mad_to(vrnic, Gid::from_ip(src.ip), to, mad);
     }
 
     /// Sends a MAD; it may be lost.
-    pub(super) fn send_mad_to(&mut self, vnic: VnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
-        let Some(v) = self.core.objects.vnics.get(vnic.0).filter(|v| v.is_linked(Some(own))) else { return };
+    pub(super) fn send_mad_to(&mut self, vrnic: VrnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
+        let Some(v) = self.core.objects.vrnics.get(vrnic.0).filter(|v| v.is_linked(Some(own))) else { return };
         let flow = Flow::roce(own, to);
         let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
         let mut head = Packet::new(opcode, GSI_QPN, self.cm.psn.get());
         head.deth = Deth { qkey: GSI_QKEY, src_qp: GSI_QPN };
         self.cm.psn = self.cm.psn.advance(1);
-        if let Some(there) = self.core.objects.find_vnic(v.group, to) {
-            self.core.tap_mad(vnic, there, &flow, &head, mad);
+        if let Some(there) = self.core.objects.find_vrnic(v.group, to) {
+            self.core.tap_mad(vrnic, there, &flow, &head, mad);
             self.core.deliver_mad(there, GSI_QKEY, &flow, mad, Note::of(&head));
             return;
         }
@@ -63,21 +63,21 @@ impl Manager<'_> {
         let Some(path) = self.core.way_to(v, own, to) else { return };
         let inside = (!route.foreign).then_some((route.vni, flow));
         self.core.net.tx.put(path, inside, &head, mad);
-        self.core.tap_sent(Some(vnic));
+        self.core.tap_sent(Some(vrnic));
     }
 
     /// Delivers MADs between vRNICs of this host, and the MADs that these cause, until none is left. Each MAD causes at
     /// most one more.
     pub fn deliver_local_mads(&mut self) {
-        while let Some((vnic, own, from, mad)) = self.core.mads.pop_front() {
-            self.on_mad(vnic, own, from, &*mad, false);
+        while let Some((vrnic, own, from, mad)) = self.core.mads.pop_front() {
+            self.on_mad(vrnic, own, from, &*mad, false);
         }
     }
 
     /// Handles a packet for QP 1.
-    pub fn handle_mail(&mut self, a: &Arrival, bytes: &[u8], mail: &Mail<'_>) {
-        let p = &mail.packet;
-        let Some((vnic, own)) = mail.to.or_else(|| self.mad_target(a.from, p.payload)) else {
+    pub fn handle_mad(&mut self, a: &Arrival, bytes: &[u8], mad: &ReceivedMad<'_>) {
+        let p = &mad.packet;
+        let Some((vrnic, own)) = mad.to.or_else(|| self.mad_target(a.from, p.payload)) else {
             // A message about a connection that has ended is not counted as one from a wrong source, because messages
             // may be late or repeated.
             let drops = &mut self.core.net.drops;
@@ -88,9 +88,9 @@ impl Manager<'_> {
             }
             return;
         };
-        if mail.to.is_none() {
+        if mad.to.is_none() {
             let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
-            self.core.tap_received(Some(vnic), path, bytes);
+            self.core.tap_received(Some(vrnic), path, bytes);
         }
         // No QP of a program has number 1, so a packet from another QPN is dropped.
         if p.deth.qkey != GSI_QKEY || p.deth.src_qp != GSI_QPN {
@@ -98,8 +98,8 @@ impl Manager<'_> {
             return;
         }
         // For a packet of another virtual layer, the rules were checked when it was received.
-        if mail.to.is_some() || self.core.may_hear_mad(vnic, mail.from, None, p.payload) {
-            self.on_mad(vnic, own, mail.from, p.payload, false);
+        if mad.to.is_some() || self.core.may_hear_mad(vrnic, mad.from, None, p.payload) {
+            self.on_mad(vrnic, own, mad.from, p.payload, false);
             self.deliver_local_mads();
         }
     }
@@ -116,7 +116,7 @@ impl Manager<'_> {
         for _ in 0..most {
             let Some(id) = self.cm.doubts.pop() else { return false };
             let Some(c) = self.cm.ids.get(id) else { continue };
-            if c.remote().is_none_or(|to| self.core.may_connect(c.vnic, to, c.across)) {
+            if c.remote().is_none_or(|to| self.core.may_connect(c.vrnic, to, c.across)) {
                 continue;
             }
             match c.state {
@@ -133,23 +133,27 @@ impl Manager<'_> {
 
     /// The vRNIC that a plain device's MAD is for, and its GID. A request names the address of the vRNIC; any other MAD
     /// names the communication ID of one of its identifiers.
-    fn mad_target(&self, from: IpAddr, mad: &[u8]) -> Option<(VnicId, Gid)> {
+    fn mad_target(&self, from: IpAddr, mad: &[u8]) -> Option<(VrnicId, Gid)> {
         let by_ip = |private: &[u8]| {
             let own = Gid::from_ip(IpHeader::parse(private)?.0.dst);
             let knows = |group: u32| self.core.net.is_foreign(group, from);
-            let found =
-                self.core.objects.vnics.iter().find(|(_, v)| !own.is_zero() && v.gids.contains(&own) && knows(v.group));
-            found.map(|(h, _)| (VnicId(h), own))
+            let found = self
+                .core
+                .objects
+                .vrnics
+                .iter()
+                .find(|(_, v)| !own.is_zero() && v.gids.contains(&own) && knows(v.group));
+            found.map(|(h, _)| (VrnicId(h), own))
         };
         let by_id = |local_id: u32| {
             let c = self.cm.ids.get(*self.cm.by_local_id.get(&local_id)?)?;
-            let group = self.core.objects.vnics.get(c.vnic.0)?.group;
+            let group = self.core.objects.vrnics.get(c.vrnic.0)?.group;
             // Otherwise a plain device with the same address as a peer of the virtual network could answer for that
             // peer.
             if !self.core.net.is_foreign(group, from) {
                 return None;
             }
-            Some((c.vnic, Gid::from_ip(c.src?.ip)))
+            Some((c.vrnic, Gid::from_ip(c.src?.ip)))
         };
         match Mad::parse(mad)?.message {
             Message::Req(r) => by_ip(&r.private),
@@ -166,8 +170,8 @@ impl Manager<'_> {
 
     /// Handles a MAD. `last` is set for a request that has waited long enough for a listener: it is refused if there is
     /// none.
-    fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
-        if !self.core.is_up(vnic) {
+    fn on_mad(&mut self, vrnic: VrnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
+        if !self.core.is_up(vrnic) {
             return;
         }
         let Some(mad) = Mad::parse(bytes) else {
@@ -177,20 +181,20 @@ impl Manager<'_> {
         let tid = mad.tid;
         if let Message::Req(Req { service_id: service, .. }) | Message::SidrReq { service_id: service, .. } =
             mad.message
-            && self.find_listener(vnic, service, own.ip()).is_none()
-            && self.keep_early(vnic, own, from, service, &mad, last)
+            && self.find_listener(vrnic, service, own.ip()).is_none()
+            && self.keep_early(vrnic, own, from, service, &mad, last)
         {
             return;
         }
         // An answer is accepted only by an identifier of this vRNIC whose peer is the sender.
         let find = |local_id: u32| -> Option<Id> {
             let h = *self.cm.by_local_id.get(&local_id)?;
-            self.cm.ids.get(h).filter(|c| c.vnic == vnic && c.remote() == Some(from)).map(|_| h)
+            self.cm.ids.get(h).filter(|c| c.vrnic == vrnic && c.remote() == Some(from)).map(|_| h)
         };
         match mad.message {
-            Message::Req(r) => self.on_req(vnic, own, from, tid, &r),
+            Message::Req(r) => self.on_req(vrnic, own, from, tid, &r),
             Message::SidrReq { request_id, service_id, private, .. } => {
-                self.on_sidr_req(vnic, (own, from), tid, request_id, service_id, &private);
+                self.on_sidr_req(vrnic, (own, from), tid, request_id, service_id, &private);
             }
             Message::Mra { remote_id, timeout, .. } => {
                 if let Some(id) = find(remote_id) {
@@ -213,7 +217,7 @@ impl Manager<'_> {
                         info: Vec::new(),
                         private: Vec::new(),
                     };
-                    self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
+                    self.send_mad_to(vrnic, own, from, &Mad { tid, message }.bytes());
                 }
             },
             Message::Rtu { remote_id, local_id, .. } => {
@@ -226,7 +230,7 @@ impl Manager<'_> {
                 // A DREQ about an unknown connection is answered too, because that connection has ended.
                 let message = Message::Drep { local_id: remote_id, remote_id: local_id, private: Vec::new() };
                 let found = find(remote_id);
-                self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
+                self.send_mad_to(vrnic, own, from, &Mad { tid, message }.bytes());
                 if let Some(id) = found {
                     self.on_dreq(id, local_id);
                 }
@@ -256,13 +260,13 @@ impl Manager<'_> {
     }
 
     /// Path MTU code between a vRNIC and an address.
-    pub(super) fn path_mtu(&self, vnic: VnicId, to: IpAddr) -> u8 {
+    pub(super) fn path_mtu(&self, vrnic: VrnicId, to: IpAddr) -> u8 {
         let here = self
             .core
             .objects
-            .vnics
-            .get(vnic.0)
-            .is_some_and(|v| self.core.objects.find_vnic(v.group, Gid::from_ip(to)).is_some());
+            .vrnics
+            .get(vrnic.0)
+            .is_some_and(|v| self.core.objects.find_vrnic(v.group, Gid::from_ip(to)).is_some());
         let bytes = if here { MAX_MTU } else { self.core.net.wire_mtu };
         (bytes.max(256).ilog2() - 7) as u8
     }
@@ -292,17 +296,17 @@ impl Manager<'_> {
     }
 
     /// Keeps a request until there is a listener. False if the request has waited before, or too many requests wait.
-    fn keep_early(&mut self, vnic: VnicId, own: Gid, from: Gid, service: u64, mad: &Mad, last: bool) -> bool {
-        let own_ones = self.cm.early.iter().filter(|e| e.vnic == vnic).count();
+    fn keep_early(&mut self, vrnic: VrnicId, own: Gid, from: Gid, service: u64, mad: &Mad, last: bool) -> bool {
+        let own_ones = self.cm.early.iter().filter(|e| e.vrnic == vrnic).count();
         let others = self.cm.early.len() - own_ones;
         if last || own_ones >= MAX_EARLY.saturating_sub(others) / 2 {
             return false;
         }
         let mad = Box::new(mad.bytes());
-        let known = |e: &Early| e.vnic == vnic && e.from == from && e.mad == mad;
+        let known = |e: &Early| e.vrnic == vrnic && e.from == from && e.mad == mad;
         if !self.cm.early.iter().any(known) {
             let until = self.core.now.saturating_add(EARLY_NS);
-            self.cm.early.push_back(Early { until, vnic, own, from, service, mad });
+            self.cm.early.push_back(Early { until, vrnic, own, from, service, mad });
         }
         true
     }
@@ -310,8 +314,8 @@ impl Manager<'_> {
     /// Called when there is a new listener: handles the requests that waited for it.
     pub(super) fn hear_early(&mut self) {
         for e in std::mem::take(&mut self.cm.early) {
-            if self.find_listener(e.vnic, e.service, e.own.ip()).is_some() {
-                self.on_mad(e.vnic, e.own, e.from, &*e.mad, true);
+            if self.find_listener(e.vrnic, e.service, e.own.ip()).is_some() {
+                self.on_mad(e.vrnic, e.own, e.from, &*e.mad, true);
             } else {
                 self.cm.early.push_back(e);
             }
@@ -323,7 +327,7 @@ impl Manager<'_> {
         let now = self.core.now;
         while self.cm.early.front().is_some_and(|e| e.until <= now) {
             let Some(e) = self.cm.early.pop_front() else { break };
-            self.on_mad(e.vnic, e.own, e.from, &*e.mad, true);
+            self.on_mad(e.vrnic, e.own, e.from, &*e.mad, true);
             self.deliver_local_mads();
         }
         // Stopped timers are removed only when there are many.

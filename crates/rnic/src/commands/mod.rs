@@ -1,6 +1,6 @@
 //! The control path: every handle is checked for existence and owner, every value for its range.
 
-mod fast;
+mod fast_reg;
 mod multicast;
 pub(crate) mod qp;
 mod srq;
@@ -15,7 +15,7 @@ use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, Served, SessionId, Stage, Target, VnicId, is_range};
+use crate::objects::{Ah, Backing, BounceMemory, Cq, Moderation, Mr, Pd, Served, SessionId, Target, VrnicId, is_range};
 use crate::slab::Handle;
 
 type Result<T> = std::result::Result<T, Status>;
@@ -150,7 +150,7 @@ impl Core {
             return Err(Status::BadValue);
         }
         self.objects.quota(s, |u| u.mrs, |l| l.max_mr)?;
-        let v = self.objects.vnics.get(self.objects.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        let v = self.objects.vrnics.get(self.objects.vrnic_of(s)?.0).ok_or(Status::BadHandle)?;
         let (bytes, limit) = (v.used.mr_bytes, v.limits.max_mr_bytes);
         let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, ..Mr::empty(s, pd) };
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
@@ -236,7 +236,7 @@ impl Core {
         (backing, regions): (Backing, Vec<u64>),
     ) -> Result<()> {
         let h = self.plain_mr(s, mr).map_err(|e| if e == Status::Busy { Status::BadState } else { e })?;
-        let v = self.objects.vnics.get(self.objects.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        let v = self.objects.vrnics.get(self.objects.vrnic_of(s)?.0).ok_or(Status::BadHandle)?;
         if v.used.mr_bytes.checked_add(len).is_none_or(|b| b > v.limits.max_mr_bytes) {
             return Err(Status::Exhausted);
         }
@@ -300,21 +300,21 @@ impl Core {
         if a.is_global == 0 || a.port_num != 1 || rate_kbps(a.static_rate).is_none() {
             return Err(Status::BadValue);
         }
-        let vnic = self.objects.vnic_of(s)?;
-        let (flow, target, linked) = self.resolve_address(vnic, a, true)?;
+        let vrnic = self.objects.vrnic_of(s)?;
+        let (flow, target, linked) = self.resolve_address(vrnic, a, true)?;
         if !matches!(target, Target::Many) {
             let (gid, across) = (Gid(a.grh.dgid), target.across());
-            if !self.may_send_to(vnic, gid, across) {
-                self.count_refused(vnic);
+            if !self.may_send_to(vrnic, gid, across) {
+                self.count_refused(vrnic);
                 return Err(Status::Unreachable);
             }
-            self.note_begun(vnic, gid, across);
+            self.note_begun(vrnic, gid, across);
         }
         let number = self.objects.new_number(s)?;
         let h = self
             .objects
             .ahs
-            .insert(Ah { owner: s, number, pd, flow, target, linked, barred: false, static_rate: a.static_rate })
+            .insert(Ah { owner: s, number, pd, flow, target, linked, denied: false, static_rate: a.static_rate })
             .ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
         self.objects.count_used(s, |u| u.ahs += 1);
@@ -328,8 +328,8 @@ impl Core {
     /// # Errors
     /// `BadValue` if the address vector names no own GID, `Unreachable` if `must` is set and nobody has the destination
     /// GID.
-    pub(crate) fn resolve_address(&self, vnic: VnicId, to: &abi::AhAttr, must: bool) -> Result<(Flow, Target, bool)> {
-        let (v, grh) = (self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?, &to.grh);
+    pub(crate) fn resolve_address(&self, vrnic: VrnicId, to: &abi::AhAttr, must: bool) -> Result<(Flow, Target, bool)> {
+        let (v, grh) = (self.objects.vrnics.get(vrnic.0).ok_or(Status::BadHandle)?, &to.grh);
         let own = v.gid(grh.sgid_index);
         let linked = v.is_linked(own);
         let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(grh.dgid));
@@ -340,7 +340,7 @@ impl Core {
         let traffic_class = class_of(grh.traffic_class, to.sl) | grh.traffic_class & ECN;
         let flow = Flow { traffic_class, hop_limit, ..Flow::roce(own, dgid) };
         let port = source_port(self.net.first_port, grh.flow_label, own.low_bits(), dgid.low_bits());
-        Ok((flow, self.target_of(vnic, &flow, port), linked))
+        Ok((flow, self.target_of(vrnic, &flow, port), linked))
     }
 
     /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail: ask [`crate::Core::is_behind`] before.
@@ -362,8 +362,8 @@ impl Core {
         if session.stage.is_some() {
             return Err(Status::BadState);
         }
-        let v = self.objects.vnics.get(session.vnic.0).ok_or(Status::BadHandle)?;
-        let mut stage = Stage::new(span).ok_or(Status::BadAddress)?;
+        let v = self.objects.vrnics.get(session.vrnic.0).ok_or(Status::BadHandle)?;
+        let mut stage = BounceMemory::new(span).ok_or(Status::BadAddress)?;
         if !stage.charge(&v.rooms.others) {
             return Err(Status::Exhausted);
         }

@@ -24,7 +24,7 @@ impl Core {
         if !gid.ip().is_multicast() {
             return Err(Status::BadValue);
         }
-        let v = self.objects.vnics.get_mut(q.vnic.0).ok_or(Status::BadHandle)?;
+        let v = self.objects.vrnics.get_mut(q.vrnic.0).ok_or(Status::BadHandle)?;
         let groups = &mut q.datagrams_mut().ok_or(Status::BadValue)?.groups;
         if (groups.len() >= MAX_GROUPS || v.used.attached >= MAX_ATTACHED) && !groups.contains(&gid) {
             return Err(Status::Exhausted);
@@ -51,7 +51,7 @@ impl Core {
     }
 
     fn detach(&mut self, h: Handle<Qp>, gid: Gid) {
-        if let Some(v) = self.objects.vnic_of_qp(h).and_then(|v| self.objects.vnics.get_mut(v.0)) {
+        if let Some(v) = self.objects.vrnic_of_qp(h).and_then(|v| self.objects.vrnics.get_mut(v.0)) {
             v.used.attached -= 1;
             self.multicast.detach(v.group, gid, h);
         }

@@ -50,9 +50,9 @@ impl Core {
             ),
         };
         let srq = c.srq.map(|srq| self.objects.own_srq(s, srq).map(|q| q.0)).transpose()?.filter(|_| xrcd.is_none());
-        let vnic = self.objects.vnic_of(s)?;
+        let vrnic = self.objects.vrnic_of(s)?;
         self.objects.quota(s, |u| u.qps, |l| l.max_qp)?;
-        if gsi && self.objects.gsi_of(vnic).is_some() {
+        if gsi && self.objects.gsi_of(vrnic).is_some() {
             return Err(Status::Exhausted);
         }
         // QPNs are random and unique on the host.
@@ -66,7 +66,7 @@ impl Core {
             openers: Vec::new(),
             memory: s,
             xrcd,
-            vnic,
+            vrnic,
             pd,
             qpn,
             typ,
@@ -89,8 +89,8 @@ impl Core {
             mtu: 1024,
             connection: Connection::of_type(typ),
             own: None,
-            linked: self.is_up(vnic),
-            barred: false,
+            linked: self.is_up(vrnic),
+            denied: false,
             work: None,
             recv: None,
             served_by: 0,
@@ -109,7 +109,7 @@ impl Core {
         }
         self.objects.doors.get_mut(door).into_iter().for_each(|d| d.fill_slot(slot, h));
         self.use_objects(h, true);
-        if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
+        if let Some(v) = self.objects.vrnics.get_mut(vrnic.0) {
             v.used.qps += 1;
             if gsi {
                 v.gsi = Some(h);
@@ -151,7 +151,7 @@ impl Core {
         self.use_objects(h, false);
         let Some(q) = self.objects.qps.remove(h) else { return };
         self.objects.qpns.remove(&q.qpn);
-        if let Some(v) = self.objects.vnics.get_mut(q.vnic.0) {
+        if let Some(v) = self.objects.vrnics.get_mut(q.vrnic.0) {
             v.used.qps -= 1;
             v.gsi.take_if(|g| *g == h);
         }
@@ -250,7 +250,7 @@ impl Core {
         use attr_mask as m;
         let a = &fitted(a);
         let h = self.objects.own_qp(s, Qpn(qpn))?;
-        let vnic = self.objects.vnic_of(s)?;
+        let vrnic = self.objects.vrnic_of(s)?;
         let q = self.objects.qps.get(h).ok_or(Status::BadHandle)?;
         let given = |bit: u32| mask & bit != 0;
         let raw = |v: u8| QpState::from_raw(v.into()).ok_or(Status::BadValue);
@@ -265,7 +265,7 @@ impl Core {
         if !attr::allowed(q.typ, q.state, to, mask | port) || goes_on && q.is_draining() {
             return Err(Status::BadState);
         }
-        let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let v = self.objects.vrnics.get(vrnic.0).ok_or(Status::BadHandle)?;
         let bad = given(m::PORT) && a.port_num != 1
             || given(m::PKEY_INDEX) && a.pkey_index != 0
             || given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_none()
@@ -287,10 +287,11 @@ impl Core {
             }
             let dgid = Gid(ah.grh.dgid);
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
-            let peer_vnic = self.objects.find_vnic(v.group, dgid).filter(|&p| !self.is_wired(p, Qpn(peer_qpn), q.qpn));
+            let peer_vrnic =
+                self.objects.find_vrnic(v.group, dgid).filter(|&p| !self.is_wired(p, Qpn(peer_qpn), q.qpn));
             let port = source_port(self.net.first_port, ah.grh.flow_label, q.qpn.0, peer_qpn);
-            peer = Some(match peer_vnic {
-                Some(vnic) => Peer::Here(vnic),
+            peer = Some(match peer_vrnic {
+                Some(vrnic) => Peer::Here(vrnic),
                 None => {
                     let path = self.path_to(v, ah.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
                     if given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
@@ -300,8 +301,8 @@ impl Core {
                 }
             });
             let across = if let Some(Peer::There(path)) = peer { path.across.map(|(peer, _)| peer) } else { None };
-            if !self.may_connect(vnic, dgid, across) {
-                self.count_refused(vnic);
+            if !self.may_connect(vrnic, dgid, across) {
+                self.count_refused(vrnic);
                 return Err(Status::Unreachable);
             }
         }
@@ -314,7 +315,7 @@ impl Core {
             self.execute_with(|e, core| e.connect(core, h, peer))?;
         }
         let Some(q) = self.objects.qps.get_mut(h) else { return Err(Status::BadHandle) };
-        (q.own, q.linked) = (own, linked && !q.barred);
+        (q.own, q.linked) = (own, linked && !q.denied);
         apply(q, mask, a);
         let was = q.state;
         self.execute_with(|e, core| e.modified(core, h, mask));
@@ -333,9 +334,9 @@ impl Core {
     fn reset_qp(&mut self, h: Handle<Qp>) {
         self.execute_with(|e, core| e.reset(core, h));
         let Some(q) = self.objects.qps.get_mut(h) else { return };
-        q.linked = self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
+        q.linked = self.objects.vrnics.get(q.vrnic.0).is_some_and(|v| v.is_linked(None));
         q.own = None;
-        q.barred = false;
+        q.denied = false;
         q.state = QpState::Reset;
         q.attr = abi::QpAttr::default();
         (q.sq_cons, q.rq_cons) = (0, 0);

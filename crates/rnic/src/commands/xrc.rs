@@ -14,9 +14,9 @@ impl Core {
     /// `BadHandle` if there is no such domain and `create` is not set, `BadValue` if there is one and `exclusive` is
     /// set, `Exhausted`.
     pub fn create_xrcd(&mut self, s: SessionId, o: OpenXrcd) -> Result<u32> {
-        let vnic = self.objects.vnic_of(s)?;
+        let vrnic = self.objects.vrnic_of(s)?;
         self.objects.quota(s, |u| u.xrcds, |l| l.max_pd)?;
-        let file = o.key.map(|key| (vnic, key));
+        let file = o.key.map(|key| (vrnic, key));
         match file.map(|f| self.objects.domains.by_file.contains_key(&f)) {
             Some(true) if o.exclusive => return Err(Status::BadValue),
             Some(false) if !o.create => return Err(Status::BadHandle),

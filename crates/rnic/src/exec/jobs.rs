@@ -5,7 +5,7 @@ use unirdma_mem::Fault;
 
 use crate::core::Core;
 use crate::job::{Job, Waiter};
-use crate::objects::{Connection, Qp, SessionId, VnicId, Wait, Work};
+use crate::objects::{Connection, Qp, SendOp, SessionId, VrnicId, Wait};
 use crate::output::Output;
 use crate::slab::Handle;
 
@@ -32,9 +32,9 @@ impl Core {
 
     /// Handles a job that was done.
     pub fn end_job(&mut self, mut job: Box<Job>) {
-        let (took_ns, requester) = (job.took_ns(), self.objects.vnic_of_qp(job.qp));
+        let (took_ns, requester) = (job.took_ns(), self.objects.vrnic_of_qp(job.qp));
         let (sparse, touched) = job.sparse();
-        if let Some(v) = sparse.or(requester).and_then(|id| self.objects.vnics.get_mut(id.0)) {
+        if let Some(v) = sparse.or(requester).and_then(|id| self.objects.vrnics.get_mut(id.0)) {
             v.memory_state.end_job(touched, job.copied(), took_ns);
             if touched {
                 v.page_time.charge(self.now, took_ns);
@@ -42,7 +42,7 @@ impl Core {
         }
         // The vRNIC that has the holes pays for the pages that are made there, also for requests of a peer.
         let payer = if touched { sparse } else { requester };
-        payer.into_iter().for_each(|vnic| self.sched.charge(vnic, took_ns));
+        payer.into_iter().for_each(|vrnic| self.sched.charge(vrnic, took_ns));
         if let Some(p) = self.objects.qps.get_mut(job.peer) {
             p.served_by -= 1;
             // A QP in ERR does not flush a receive that a job fills. Now that the job has ended, it can.
@@ -80,7 +80,7 @@ impl Core {
         [h, peer]: [Handle<Qp>; 2],
         number: u64,
         first: Result<u64, Fault>,
-        next: impl IntoIterator<Item = Box<Work>>,
+        next: impl IntoIterator<Item = Box<SendOp>>,
         data: &mut Vec<u8>,
     ) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
@@ -98,9 +98,9 @@ impl Core {
 
     /// Completes the operations on words that jobs have executed for QPs of a vRNIC, or are executing at this moment,
     /// as if those jobs had ended. Returns the QPs that requested them.
-    pub(crate) fn end_words(&mut self, id: VnicId) -> Vec<Handle<Qp>> {
+    pub(crate) fn end_words(&mut self, id: VrnicId) -> Vec<Handle<Qp>> {
         let qps = &self.objects.qps;
-        let executed = self.jobs.take_executed(|h| qps.get(h).is_some_and(|q| q.vnic == id));
+        let executed = self.jobs.take_executed(|h| qps.get(h).is_some_and(|q| q.vrnic == id));
         let end = |(ends, number, found): ([Handle<Qp>; 2], u64, u64)| {
             self.hear(ends, number, Ok(found), None, &mut Vec::new());
             ends[0]

@@ -15,8 +15,8 @@ use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, check_for
 use super::wqe::load;
 use crate::access::{Side, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::job::{Made, Manner};
-use crate::objects::{Qp, VnicId, Wait, Work};
+use crate::job::{CopyMode, JobResult};
+use crate::objects::{Qp, SendOp, VrnicId, Wait};
 use crate::slab::Handle;
 
 /// Most bytes that are copied at once while the core is held.
@@ -88,7 +88,7 @@ impl Core {
     }
 
     /// Completes a request that has ended. Any other request stays with QP `h`.
-    fn conclude(&mut self, h: Handle<Qp>, work: Box<Work>, outcome: Outcome) {
+    fn conclude(&mut self, h: Handle<Qp>, work: Box<SendOp>, outcome: Outcome) {
         match outcome {
             Outcome::Progress | Outcome::Waits | Outcome::Copies => {
                 if let Some(q) = self.objects.qps.get_mut(h) {
@@ -106,7 +106,7 @@ impl Core {
     }
 
     /// Executes a request that involves only the requester.
-    fn execute_alone(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    fn execute_alone(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Outcome {
         match self.execute_local(h, w) {
             Err(status) => Outcome::Failed(status),
             Ok(false) => {
@@ -122,7 +122,7 @@ impl Core {
     ///
     /// # Errors
     /// The status with which it completes.
-    pub(crate) fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> Result<bool, WcStatus> {
+    pub(crate) fn execute_local(&mut self, h: Handle<Qp>, w: &SendOp) -> Result<bool, WcStatus> {
         let freed = self.objects.execute_local(h, w)?;
         if freed.is_some_and(|freed| self.jobs.withdraw(freed)) {
             return Ok(false);
@@ -134,7 +134,7 @@ impl Core {
     }
 
     /// The requester's checks of a request: length, local keys, initiator depth.
-    pub(crate) fn check_local(&self, q: &Qp, w: &Work) -> Result<(), WcStatus> {
+    pub(crate) fn check_local(&self, q: &Qp, w: &SendOp) -> Result<(), WcStatus> {
         if w.total > MAX_MSG_BYTES {
             return Err(WcStatus::LocLenErr);
         }
@@ -145,7 +145,7 @@ impl Core {
     }
 
     /// Checks a request at both ends, and executes its first slice if the peer is ready for it.
-    fn begin(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    fn begin(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Outcome {
         if let Some(ph) = self.copy_at_once(h, w) {
             return self.moved(h, ph, w, w.total, Ok(()));
         }
@@ -163,8 +163,8 @@ impl Core {
     }
 
     /// The responder's checks. Takes the receive WQE that a SEND or a WRITE with immediate consumes.
-    fn check_remote(&mut self, ph: Handle<Qp>, w: &Work) -> Result<(), Refusal> {
-        if !self.aim(ph, w.wqe.dest_qpn) {
+    fn check_remote(&mut self, ph: Handle<Qp>, w: &SendOp) -> Result<(), Refusal> {
+        if !self.select_srq(ph, w.wqe.dest_qpn) {
             return Err(INVALID);
         }
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
@@ -193,7 +193,7 @@ impl Core {
     }
 
     /// Applies a responder's refusal to both ends.
-    fn refused(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, refusal: Refusal) -> Outcome {
+    fn refused(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut SendOp, refusal: Refusal) -> Outcome {
         let reliable = self.objects.qps.get(h).is_some_and(|q| q.typ.is_reliable());
         if self.tap.is_some()
             && let Some(code) = self.objects.qps.get(ph).and_then(|p| refusal.syndrome(p))
@@ -237,7 +237,7 @@ impl Core {
     }
 
     /// Executes the next slice of a request that has begun, or makes a job for it.
-    fn slice(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    fn slice(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Outcome {
         let Some(ph) = self.objects.answering_peer(h) else { return self.no_answer(h, w) };
         match w.op {
             WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::Read => self.copy_slice(h, ph, w),
@@ -247,12 +247,12 @@ impl Core {
     }
 
     /// Copies the next slice of a message, or makes a job for it.
-    fn copy_slice(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
+    fn copy_slice(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut SendOp) -> Outcome {
         let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
             return self.no_answer(h, w);
         };
         let (tables, left) = (self.objects.memory(), w.total - w.done);
-        let (own, other) = ((q.memory, q.vnic), (p.memory, p.vnic));
+        let (own, other) = ((q.memory, q.vrnic), (p.memory, p.vrnic));
         let [from, to] = ends(q, p, w);
         let (source, target) = if w.op == WrOpcode::Read { (other, own) } else { (own, other) };
         let tapped = self.most_tapped(q);
@@ -260,18 +260,18 @@ impl Core {
         let n = most.min(SMALL_SLICE);
         // A captured message is copied in this turn, so that the capture's time is measured and charged.
         let long = left >= JOB_BYTES && tapped.is_none();
-        let others = || self.helped && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
-        let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.memory_state.is_slow());
+        let others = || self.has_helpers && (self.jobs.are_flying() || self.sched.has_others(q.vrnic));
+        let careful = long && self.objects.vrnics.get(q.vrnic.0).is_some_and(|v| v.memory_state.is_slow());
         let copied = if careful || long && others() { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, copied.unwrap_or(0), copied.map(|_| ()));
         }
-        let rest_ns = self.rest_of([q.vnic, p.vnic]);
+        let rest_ns = self.rest_of([q.vrnic, p.vrnic]);
         if rest_ns > 0 {
             return self.rests(h, w, rest_ns);
         }
         let ends = [(from, source.0, source.1), (to, target.0, target.1)];
-        let manner = Manner { keeps: tapped.is_some(), careful };
+        let manner = CopyMode { keeps: tapped.is_some(), careful };
         let made = self.jobs.make(&tables, [h, ph], ends, (w.done, most), manner);
         let outcome = self.waits_for_job(h, ph, w, made);
         if most == left && matches!(outcome, Outcome::Copies) {
@@ -282,27 +282,27 @@ impl Core {
 
     /// Time, ns, for which jobs may not make pages in the holes of these vRNICs' memory; 0 if they may. It is not 0 if
     /// many pages were made for one of the vRNICs and other vRNICs have work.
-    pub(super) fn rest_of(&self, ids: [VnicId; 2]) -> u64 {
-        let rest_ns = |id: VnicId| {
-            let rest_ns = self.objects.vnics.get(id.0).map_or(0, |v| v.page_time.rest_ns(self.now));
-            if rest_ns > 0 && self.works_for_others(Some(id)) { rest_ns } else { 0 }
+    pub(super) fn rest_of(&self, ids: [VrnicId; 2]) -> u64 {
+        let rest_ns = |id: VrnicId| {
+            let rest_ns = self.objects.vrnics.get(id.0).map_or(0, |v| v.page_time.rest_ns(self.now));
+            if rest_ns > 0 && self.has_other_sessions(Some(id)) { rest_ns } else { 0 }
         };
         rest_ns(ids[0]).max(rest_ns(ids[1]))
     }
 
     /// Handles the result of making a job for request `w` of QP `h`: the request waits for the job, tries again later
     /// if no job can be made now, or fails if its memory is not there.
-    pub(super) fn waits_for_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, made: Made) -> Outcome {
+    pub(super) fn waits_for_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut SendOp, made: JobResult) -> Outcome {
         match made {
-            Made::Job(number) => {
+            JobResult::Job(number) => {
                 self.objects.serve(ph);
                 w.wait = Wait::Job(number);
                 Outcome::Copies
             }
-            Made::Slow if self.waits_for_memory(h, w) => Outcome::Waits,
-            Made::Slow => Outcome::Failed(WcStatus::LocProtErr),
-            Made::Full => self.waits_for_room(h, w),
-            Made::Nothing(fault) => self.moved(h, ph, w, 0, Err(fault)),
+            JobResult::Slow if self.waits_for_memory(h, w) => Outcome::Waits,
+            JobResult::Slow => Outcome::Failed(WcStatus::LocProtErr),
+            JobResult::Full => self.waits_for_room(h, w),
+            JobResult::Nothing(fault) => self.moved(h, ph, w, 0, Err(fault)),
         }
     }
 
@@ -334,7 +334,7 @@ impl Core {
         &mut self,
         h: Handle<Qp>,
         ph: Handle<Qp>,
-        w: &mut Work,
+        w: &mut SendOp,
         n: u64,
         moved: Result<(), Fault>,
     ) -> Outcome {
@@ -384,7 +384,7 @@ impl Core {
         [h, peer]: [Handle<Qp>; 2],
         number: u64,
         first: Result<u64, Fault>,
-        next: impl IntoIterator<Item = Box<Work>>,
+        next: impl IntoIterator<Item = Box<SendOp>>,
         kept: &mut Vec<u8>,
     ) {
         // The result is dropped if the QP was reset or destroyed meanwhile.
@@ -422,7 +422,7 @@ impl Core {
     }
 
     /// Continues a request of QP `h` after a job has copied bytes to or from `peer`.
-    fn end_copy(&mut self, h: Handle<Qp>, peer: Handle<Qp>, mut w: Box<Work>, copied: Result<u64, Fault>) {
+    fn end_copy(&mut self, h: Handle<Qp>, peer: Handle<Qp>, mut w: Box<SendOp>, copied: Result<u64, Fault>) {
         let outcome = match self.objects.answering_peer(h) {
             Some(ph) if ph == peer || h == peer => self.moved(h, ph, &mut w, copied.unwrap_or(0), copied.map(|_| ())),
             _ => self.no_answer(h, &mut w),
@@ -431,7 +431,7 @@ impl Core {
     }
 
     /// The peer does not answer: tries `retry_cnt` more times, once for each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
-    pub(super) fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    pub(super) fn no_answer(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Outcome {
         let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
         if !q.typ.is_reliable() {
             self.take_psns(h, None, w.total);
@@ -449,7 +449,7 @@ impl Core {
     }
 
     /// The peer has no receive: waits for the peer's RNR timer (IBTA vol. 1, 9.7.5.2.8).
-    fn not_ready(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
+    fn not_ready(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut SendOp) -> Outcome {
         if w.rnr_left == 0 {
             return Outcome::Failed(WcStatus::RnrRetryExcErr);
         }
@@ -464,19 +464,19 @@ impl Core {
     }
 
     /// Lets request `w` of QP `h` try again after [`FULL_NS`], because there is no room for it now.
-    pub(crate) fn waits_for_room(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    pub(crate) fn waits_for_room(&mut self, h: Handle<Qp>, w: &mut SendOp) -> Outcome {
         self.rests(h, w, FULL_NS)
     }
 
     /// Lets request `w` try again after `ns` nanoseconds.
-    pub(super) fn rests(&mut self, h: Handle<Qp>, w: &mut Work, ns: u64) -> Outcome {
+    pub(super) fn rests(&mut self, h: Handle<Qp>, w: &mut SendOp, ns: u64) -> Outcome {
         w.wait = Wait::Memory;
         self.arm_timer(h, ns);
         Outcome::Waits
     }
 
     /// Lets request `w` try again later, because memory that it needs moves. False if it has waited long enough.
-    pub(crate) fn waits_for_memory(&mut self, h: Handle<Qp>, w: &mut Work) -> bool {
+    pub(crate) fn waits_for_memory(&mut self, h: Handle<Qp>, w: &mut SendOp) -> bool {
         let Some(delay) = w.stall.again(self.now) else { return false };
         w.wait = Wait::Memory;
         self.arm_timer(h, delay);
@@ -484,7 +484,7 @@ impl Core {
     }
 
     /// Completes the receive that QP `ph` has taken, with request `w` of QP `h` on this host.
-    fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work) {
+    fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &SendOp) {
         let src_qp = self.objects.qps.get(h).map_or(0, |q| q.qpn.0);
         let done = RecvDone {
             status: WcStatus::Success,
@@ -525,20 +525,20 @@ impl Core {
 
 /// The fields of a request that its responder checks.
 #[inline]
-pub(super) fn request(w: &Work) -> Request {
+pub(super) fn request(w: &SendOp) -> Request {
     let len = if w.op == WrOpcode::Flush { w.wqe.compare_add } else { w.total };
     Request { op: w.op, va: w.wqe.remote_addr, rkey: Rkey(w.wqe.rkey), len, word: w.wqe.imm, pending: 0 }
 }
 
 /// False if the request returns data and QP `q` may have no such requests outstanding.
 #[inline]
-pub(super) fn may_return(q: &Qp, w: &Work) -> bool {
+pub(super) fn may_return(q: &Qp, w: &SendOp) -> bool {
     !w.op.returns_data() || q.attr.max_rd_atomic != 0
 }
 
 /// Source and destination of the bytes of a request of QP `q` to QP `p`.
 #[inline(always)]
-pub(super) fn ends<'a>(q: &'a Qp, p: &'a Qp, w: &'a Work) -> [Side<'a>; 2] {
+pub(super) fn ends<'a>(q: &'a Qp, p: &'a Qp, w: &'a SendOp) -> [Side<'a>; 2] {
     match w.op {
         WrOpcode::Read => [remote_side(p, w), local_side(q, w)],
         op if op.is_send() => {

@@ -1,11 +1,11 @@
 //! Execution of work requests between QPs of this host, and the parts that both transports share.
 
-mod brief;
+mod atomics;
+mod fast_path;
 mod jobs;
 mod local;
 mod receive;
 mod responder;
-mod words;
 mod wqe;
 
 pub(crate) use local::{Outcome, SMALL_SLICE};

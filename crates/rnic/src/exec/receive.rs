@@ -94,7 +94,7 @@ impl Core {
     /// Selects SRQ `number` for the message that begins at QP `h`: the QP uses its PD, its session, its receives and
     /// its CQ from now on. False if the QP has no such SRQ. A QP of another type uses its own receives; the initiator
     /// of an XRC connection has none, so the result for it is false too.
-    pub(crate) fn aim(&mut self, h: Handle<Qp>, number: u32) -> bool {
+    pub(crate) fn select_srq(&mut self, h: Handle<Qp>, number: u32) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         if q.typ != QpType::XrcRecv {
             return q.typ != QpType::XrcSend;

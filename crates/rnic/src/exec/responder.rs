@@ -6,7 +6,7 @@ use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode};
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::{NoRecv, RecvDone};
-use crate::access::{Miss, Side, Tables, recv_side, remote, remote_access};
+use crate::access::{NeedsJob, Side, Tables, recv_side, remote, remote_access};
 use crate::core::Core;
 use crate::job::Word;
 use crate::objects::{Objects, Qp, Recv};
@@ -190,10 +190,10 @@ pub(crate) fn word_of(op: WrOpcode, compare_add: u64, swap: u64) -> Word {
 
 impl Tables<'_> {
     /// Executes an operation on the word at the beginning of `side`, and returns the old value.
-    pub fn word(&self, side: Side<'_>, word: Word) -> Result<u64, Miss> {
+    pub fn word(&self, side: Side<'_>, word: Word) -> Result<u64, NeedsJob> {
         let at = self.at(side, 0, 8).ok_or(Fault::Destination)?;
         if at.at().takes_time() {
-            return Err(Miss::Job);
+            return Err(NeedsJob::Job);
         }
         Ok(self.watched(&[side], (0, 8), || atomic_u64(at, |v| word.apply(v)))?)
     }

@@ -5,12 +5,12 @@ use unirdma_formats::{QpState, QpType, WcOpcode, WcStatus, WrOpcode, send_flags}
 use zerocopy::IntoBytes;
 
 use crate::core::Core;
-use crate::objects::{Qp, Wait, Work};
+use crate::objects::{Qp, SendOp, Wait};
 use crate::slab::Handle;
 
 impl Core {
     /// Completes the WQE at the head of the SQ.
-    pub(crate) fn retire(&mut self, h: Handle<Qp>, w: &Work, status: WcStatus) {
+    pub(crate) fn retire(&mut self, h: Handle<Qp>, w: &SendOp, status: WcStatus) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         q.sq_cons = q.sq_cons.wrapping_add(1);
         q.rings.set_sq_cons(q.sq_cons);
@@ -65,7 +65,7 @@ impl Core {
                 load_head(q, q.sq_cons, &mut w);
                 w
             });
-            let severed = q.typ.is_reliable() && std::mem::take(&mut q.barred);
+            let severed = q.typ.is_reliable() && std::mem::take(&mut q.denied);
             self.retire(h, &work, if severed { WcStatus::RetryExcErr } else { WcStatus::WrFlushErr });
             self.objects.spare.keep_work(work);
             return true;
@@ -100,7 +100,7 @@ impl Core {
 }
 
 /// Copies the head of SQ WQE number `at`. False if the opcode is unknown.
-fn load_head(q: &Qp, at: u32, w: &mut Work) -> bool {
+fn load_head(q: &Qp, at: u32, w: &mut SendOp) -> bool {
     w.wqe = q.rings.sq_head(at);
     let op = WrOpcode::from_raw(w.wqe.opcode.into());
     w.op = op.unwrap_or(WrOpcode::Send);
@@ -118,7 +118,7 @@ fn load_head(q: &Qp, at: u32, w: &mut Work) -> bool {
 }
 
 /// Copies SQ WQE number `at` and checks its form.
-pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
+pub(crate) fn load(q: &Qp, at: u32, w: &mut SendOp) -> Result<(), WcStatus> {
     if !load_head(q, at, w) {
         return Err(WcStatus::LocQpOpErr);
     }
@@ -158,7 +158,7 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
 }
 
 /// Checks the length of atomics: 8 bytes. The local buffer of an atomic that returns a value may be larger.
-fn check_length(op: WrOpcode, w: &mut Work) -> Result<(), WcStatus> {
+fn check_length(op: WrOpcode, w: &mut SendOp) -> Result<(), WcStatus> {
     if op.is_atomic() && w.total < 8 || op == WrOpcode::AtomicWrite && w.total != 8 {
         return Err(WcStatus::LocLenErr);
     }

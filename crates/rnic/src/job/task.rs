@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use unirdma_mem::{Fault, Loc, Place, atomic_u64, fetch, holes, transfer};
 
 use super::end::Part;
-use crate::objects::{Qp, VnicId, Work};
+use crate::objects::{Qp, SendOp, VrnicId};
 use crate::slab::Handle;
 
 /// Number of bytes after which a job checks the clock, and whether it was stopped.
@@ -47,7 +47,7 @@ impl Word {
 
 /// How a job copies.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Manner {
+pub(crate) struct CopyMode {
     /// The copied bytes are kept, for a capture.
     pub keeps: bool,
     /// It checks the clock often, because copies of its vRNIC have taken long.
@@ -58,7 +58,7 @@ pub(crate) struct Manner {
 #[derive(Clone, Copy)]
 pub(super) enum Task {
     /// Copies from one end to the other, as many bytes as there is time for.
-    Copy(Manner),
+    Copy(CopyMode),
     /// Stores its own bytes in its destination.
     Store,
     /// Fetches the bytes of its source.
@@ -69,14 +69,14 @@ pub(super) enum Task {
 
 impl Default for Task {
     fn default() -> Self {
-        Task::Copy(Manner::default())
+        Task::Copy(CopyMode::default())
     }
 }
 
 impl Task {
     /// True if the job returns bytes.
     pub fn gives_data(self) -> bool {
-        !matches!(self, Task::Copy(Manner { keeps: false, .. }) | Task::Store)
+        !matches!(self, Task::Copy(CopyMode { keeps: false, .. }) | Task::Store)
     }
 }
 
@@ -135,7 +135,7 @@ pub struct Job {
     /// left over from older jobs.
     pub(super) parts: Vec<Part>,
     /// The requests behind the head of the send queue that it copies as well.
-    pub(super) next: VecDeque<Box<Work>>,
+    pub(super) next: VecDeque<Box<SendOp>>,
     /// Fetched bytes, or copied bytes that are kept.
     pub(crate) data: Vec<u8>,
     result: Copied,
@@ -143,10 +143,10 @@ pub struct Job {
     /// Number of bytes that it has copied between mappings.
     copied: u64,
     /// The vRNICs whose memory it reads and writes.
-    pub(super) owners: [Option<VnicId>; 2],
+    pub(super) owners: [Option<VrnicId>; 2],
     /// The owner whose memory may have holes, and the owner in whose memory it has touched a hole last.
-    pub(super) sparse: Option<VnicId>,
-    touched: Option<VnicId>,
+    pub(super) sparse: Option<VrnicId>,
+    touched: Option<VrnicId>,
 }
 
 /// The result of a job.
@@ -176,11 +176,11 @@ impl Job {
         let Some(first) = self.parts.first() else { return };
         let all = |done: Option<Result<(), Fault>>| Some(done.unwrap_or(Err(STOPPED)).map(|()| first.bytes));
         match self.task {
-            Task::Copy(Manner { keeps, .. }) if keeps || first.may_wait() => {
+            Task::Copy(CopyMode { keeps, .. }) if keeps || first.may_wait() => {
                 self.data.clear();
                 self.result.first = all(first.bounce(&self.phase, scratch, keeps.then_some(&mut self.data)));
             }
-            Task::Copy(Manner { careful, .. }) => {
+            Task::Copy(CopyMode { careful, .. }) => {
                 let parts = &self.parts[..=self.next.len()];
                 let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
                 for (i, part) in parts.iter().enumerate() {
@@ -220,7 +220,7 @@ impl Job {
     }
 
     /// The vRNIC in whose memory an address lies that the job has accessed.
-    fn owner_of(&self, addr: usize) -> Option<VnicId> {
+    fn owner_of(&self, addr: usize) -> Option<VrnicId> {
         let parts = &self.parts[..self.parts.len().min(1 + self.next.len())];
         let [reads, writes] = self.owners;
         if parts.iter().any(|p| p.to.holds(addr)) {
@@ -244,7 +244,7 @@ impl Job {
     }
 
     /// The vRNIC in whose memory it has touched a hole, or else may have touched one, and whether it has touched any.
-    pub(crate) fn sparse(&self) -> (Option<VnicId>, bool) {
+    pub(crate) fn sparse(&self) -> (Option<VrnicId>, bool) {
         (self.touched.or(self.sparse), self.touched.is_some())
     }
 
@@ -264,7 +264,7 @@ impl Job {
     }
 
     /// The requests behind the first one that it copies as well.
-    pub(crate) fn next(&mut self) -> &mut VecDeque<Box<Work>> {
+    pub(crate) fn next(&mut self) -> &mut VecDeque<Box<SendOp>> {
         &mut self.next
     }
 

@@ -8,10 +8,10 @@ use unirdma_formats::wire::{Extra, Packet};
 
 use unirdma_mem::Fault;
 
-use super::fetched::Fetched;
-use super::ids::{SessionId, VnicId};
+use super::buffer_limits::{Room, Taken};
+use super::ids::{SessionId, VrnicId};
+use super::prefetch::Prefetched;
 use super::queues::Pd;
-use super::room::{Room, Taken};
 use crate::path::Path;
 use crate::slab::Handle;
 
@@ -26,7 +26,7 @@ pub(crate) struct Ah {
     /// Datagrams sent with it leave: the vRNIC is up and has its source address, and no rule forbids them.
     pub linked: bool,
     /// A rule forbids to send with it.
-    pub barred: bool,
+    pub denied: bool,
     /// Static rate limit of datagrams sent with it ([`unirdma_formats::rate_kbps`]).
     pub static_rate: u8,
 }
@@ -41,7 +41,7 @@ impl Ah {
 #[derive(Clone, Copy)]
 pub(crate) enum Target {
     /// A vRNIC of this host.
-    Here(VnicId),
+    Here(VrnicId),
     /// A plain RoCEv2 device.
     Foreign(Path),
     /// A vRNIC of another host: the host, and its group's VXLAN network identifier.
@@ -65,7 +65,7 @@ impl Target {
 pub(crate) struct Datagrams {
     pub backlog: Backlog,
     /// The data of the next datagram to send, by the number of its WQE.
-    pub fetched: Fetched,
+    pub fetched: Prefetched,
     /// Multicast groups that it is attached to.
     pub groups: Vec<Gid>,
 }

@@ -4,7 +4,7 @@ use crate::slab::Handle;
 
 /// Stands for a vRNIC in handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum VnicKind {}
+pub(crate) enum VrnicKind {}
 
 /// Stands for a session in handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -12,7 +12,7 @@ pub(crate) enum SessionKind {}
 
 /// A vRNIC of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct VnicId(pub(crate) Handle<VnicKind>);
+pub struct VrnicId(pub(crate) Handle<VrnicKind>);
 
 /// One frontend of a vRNIC: a process of a container, or a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

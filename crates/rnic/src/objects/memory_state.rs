@@ -38,7 +38,8 @@ const STUCK_JOB_NS: u64 = 10_000_000;
 /// programs, and time from the requests of others, for as long as many requests take.
 pub(crate) const PAGE_TIME: Terms = Terms { parts: 8, burst_ns: 10_000_000, most_ns: 1_000_000, step_ns: 0 };
 
-/// The state of the memory of a vRNIC. The vRNIC and all its sessions share it. Only the thread that has the RNIC uses it.
+/// The state of the memory of a vRNIC. The vRNIC and all its sessions share it. Only the thread that has the RNIC uses
+/// it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryState(Arc<AtomicU32>);
 
@@ -81,7 +82,8 @@ impl MemoryState {
         self.raise(if touched { holes(took_ns, STUCK_TURN_NS) } else { UNMAPPED });
     }
 
-    /// A job has ended that took `took_ns`. It has touched holes, or else it has copied `bytes` from mapping to mapping.
+    /// A job has ended that took `took_ns`. It has touched holes, or else it has copied `bytes` from mapping to
+    /// mapping.
     pub fn end_job(&self, touched: bool, bytes: u64, took_ns: u64) {
         if touched {
             self.raise(holes(took_ns, STUCK_JOB_NS));

@@ -1,29 +1,29 @@
 //! The objects of all vRNICs of a host, as data: their fields, the numbers by which sessions name them, their users,
 //! and their share of quotas. Nothing here sends, copies or completes anything.
 
+mod bounce;
+mod bounce_memory;
+mod buffer_limits;
 mod datagram;
-mod door;
-mod dropped;
-mod fast;
-mod fetched;
-mod graves;
+mod dead_objects;
+mod deferred_drop;
+mod deferred_packets;
+mod doorbell;
+mod fast_reg;
+mod handles;
 mod ids;
-mod inbox;
 mod memory_state;
 mod mr;
-mod names;
+mod prefetch;
 mod qp;
 mod qpns;
 mod queues;
-mod revoked;
-mod room;
+mod revoked_regions;
+mod send_op;
 mod session;
-mod stage;
-mod staging;
-mod vnic;
+mod vrnic;
 mod window;
 mod wire;
-mod work;
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -31,35 +31,35 @@ use std::collections::HashMap;
 use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::slab::{Handle, Slab};
+pub(crate) use bounce_memory::{BounceMemory, Staged};
+pub use buffer_limits::Account;
+pub(crate) use buffer_limits::{Room, Rooms, Taken};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Placing, Target};
-pub(crate) use door::{Door, NO_SLOT, bit_of};
-pub use dropped::Dropped;
-pub(crate) use fast::Freed;
-pub use fast::PageList;
-pub(crate) use fetched::Fetched;
-pub(crate) use graves::{Dead, Grave, Graves, Remains};
-pub use ids::{SessionId, VnicId};
-pub(crate) use ids::{SessionKind, VnicKind};
-pub(crate) use inbox::{Inbox, Run};
+pub(crate) use dead_objects::{Dead, DeadObject, DeadObjects, Remains};
+pub use deferred_drop::Dropped;
+pub(crate) use deferred_packets::{DeferredPackets, PacketRun};
+pub(crate) use doorbell::{DoorbellPage, NO_SLOT, bit_of};
+pub(crate) use fast_reg::Freed;
+pub use fast_reg::PageList;
+pub use ids::{SessionId, VrnicId};
+pub(crate) use ids::{SessionKind, VrnicKind};
 pub(crate) use memory_state::{MemoryState, PAGE_TIME};
 pub use mr::{Backing, Resolve, Served};
 pub(crate) use mr::{Mr, MrTable, Reach, Window, is_range};
+pub(crate) use prefetch::Prefetched;
 pub(crate) use qp::{Connection, Local, Pause, Qp};
 pub use qp::{CreateQp, QpInfo};
 pub(crate) use qpns::QpnSpace;
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
-pub(crate) use revoked::Revoked;
-pub use room::Account;
-pub(crate) use room::{Room, Rooms, Taken};
-pub(crate) use session::{Names, Session};
-pub(crate) use stage::{Stage, Staged};
-pub(crate) use vnic::{Begun, Used, Vnic};
-pub use vnic::{Counters, Failures, Limits, MrNote, Usage, VnicConfig, WireCounters};
+pub(crate) use revoked_regions::Revoked;
+pub(crate) use send_op::{Recv, SendOp, Spare, Wait};
+pub(crate) use session::{Handles, Session};
+pub(crate) use vrnic::{Begun, Used, Vrnic};
+pub use vrnic::{Counters, Failures, Limits, MrNote, Usage, VrnicConfig, WireCounters};
 pub(crate) use wire::{
     Answer, Copies, Flight, Message, Responder, WINDOW_MAX, WINDOW_MIN, Window as CongestionWindow, Wire, transport_of,
 };
-pub(crate) use work::{Recv, Spare, Wait, Work};
 
 /// An empty queue of packets keeps its memory for this number of entries, so that a packet that comes alone needs no
 /// allocation.
@@ -73,13 +73,13 @@ pub(crate) const MAX_RD_ATOMIC: u8 = 128;
 /// The tables of objects.
 #[derive(Default)]
 pub(crate) struct Objects {
-    pub vnics: Slab<Vnic, VnicKind>,
+    pub vrnics: Slab<Vrnic, VrnicKind>,
     /// By group and GID.
-    pub by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
+    pub by_gid: HashMap<(u32, Gid), Vec<VrnicId>>,
     pub sessions: Slab<Session, SessionKind>,
     pub dropped: Dropped,
-    pub graves: Graves,
-    pub doors: Slab<Door>,
+    pub graves: DeadObjects,
+    pub doors: Slab<DoorbellPage>,
     pub pds: Slab<Pd>,
     pub mrs: MrTable,
     pub ahs: Slab<Ah>,
@@ -95,14 +95,14 @@ pub(crate) struct Objects {
     pub qpn_space: QpnSpace,
     pub spare: Spare,
     /// The vRNIC in whose memory a hole was touched last, until the value is taken.
-    pub touched: Cell<Option<VnicId>>,
+    pub touched: Cell<Option<VrnicId>>,
     /// The number of pieces that messages were cut into, without the first one of each, until the value is taken.
     pub pieces: Cell<u64>,
 }
 
 impl Objects {
     /// The vRNIC of a group that has a GID.
-    pub fn find_vnic(&self, group: u32, gid: Gid) -> Option<VnicId> {
+    pub fn find_vrnic(&self, group: u32, gid: Gid) -> Option<VrnicId> {
         if gid.is_zero() {
             return None;
         }
@@ -110,25 +110,25 @@ impl Objects {
     }
 
     /// The vRNIC of a QP.
-    pub fn vnic_of_qp(&self, h: Handle<Qp>) -> Option<VnicId> {
-        self.qps.get(h).map(|q| q.vnic)
+    pub fn vrnic_of_qp(&self, h: Handle<Qp>) -> Option<VrnicId> {
+        self.qps.get(h).map(|q| q.vrnic)
     }
 
     /// The QP of a vRNIC for the general services, if a driver has made one.
-    pub fn gsi_of(&self, id: VnicId) -> Option<Handle<Qp>> {
-        self.vnics.get(id.0)?.gsi
+    pub fn gsi_of(&self, id: VrnicId) -> Option<Handle<Qp>> {
+        self.vrnics.get(id.0)?.gsi
     }
 
     /// True if the link of a vRNIC is up.
-    pub fn is_up(&self, id: VnicId) -> bool {
-        self.vnics.get(id.0).is_some_and(|v| v.up)
+    pub fn is_up(&self, id: VrnicId) -> bool {
+        self.vrnics.get(id.0).is_some_and(|v| v.up)
     }
 
     /// Counts something for a QP and its vRNIC.
     pub fn count(&mut self, h: Handle<Qp>, f: impl Fn(&mut Counters)) {
         let Some(q) = self.qps.get_mut(h) else { return };
         f(&mut q.counters);
-        if let Some(v) = self.vnics.get_mut(q.vnic.0) {
+        if let Some(v) = self.vrnics.get_mut(q.vrnic.0) {
             f(&mut v.counters);
         }
     }
@@ -139,18 +139,18 @@ impl Objects {
     }
 
     /// The room of a vRNIC for packets that wait for jobs.
-    pub fn room(&self, id: VnicId) -> Room {
-        self.vnics.get(id.0).map(|v| v.rooms.jobs.clone()).unwrap_or_default()
+    pub fn room(&self, id: VrnicId) -> Room {
+        self.vrnics.get(id.0).map(|v| v.rooms.jobs.clone()).unwrap_or_default()
     }
 
     /// The room of a vRNIC for things other than packets and datagrams.
-    pub fn other_room(&self, id: VnicId) -> Room {
-        self.vnics.get(id.0).map(|v| v.rooms.others.clone()).unwrap_or_default()
+    pub fn other_room(&self, id: VrnicId) -> Room {
+        self.vrnics.get(id.0).map(|v| v.rooms.others.clone()).unwrap_or_default()
     }
 
     /// The room of a vRNIC for copies of requests that are under way.
-    pub fn copies_room(&self, id: VnicId) -> Room {
-        self.vnics.get(id.0).map(|v| v.rooms.copies.clone()).unwrap_or_default()
+    pub fn copies_room(&self, id: VrnicId) -> Room {
+        self.vrnics.get(id.0).map(|v| v.rooms.copies.clone()).unwrap_or_default()
     }
 
     /// A job reaches the memory that QP `h` answers for.
@@ -192,9 +192,9 @@ impl Objects {
             None => *self.qpns.get(&dest)?,
         };
         let p = self.qps.get(ph)?;
-        let connected = p.vnic == local.vnic
+        let connected = p.vrnic == local.vrnic
             && p.dest() == q.qpn
-            && p.local().is_some_and(|l| l.vnic == q.vnic)
+            && p.local().is_some_and(|l| l.vrnic == q.vrnic)
             && p.typ == q.typ.peer();
         // An unreliable responder takes any PSN where a message begins.
         let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();

@@ -7,7 +7,7 @@ use unirdma_abi::Status;
 use unirdma_formats::{Lkey, Qpn, Rkey};
 use unirdma_mem::{Bell, Loc, Pieces, Place, ProcMem, Span};
 
-use super::fast::PageList;
+use super::fast_reg::PageList;
 use super::ids::SessionId;
 use super::queues::Pd;
 use crate::random::Rng;

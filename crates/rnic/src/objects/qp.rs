@@ -6,13 +6,13 @@ use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn};
 use unirdma_mem::QpRings;
 
 use super::datagram::Datagrams;
-use super::door::Door;
-use super::ids::{SessionId, VnicId};
+use super::doorbell::DoorbellPage;
+use super::ids::{SessionId, VrnicId};
 use super::mr::Reach;
 use super::queues::{Cq, Pd, Srq, Xrcd};
-use super::vnic::Counters;
+use super::send_op::{Recv, SendOp, Wait};
+use super::vrnic::Counters;
 use super::wire::Wire;
-use super::work::{Recv, Wait, Work};
 use crate::pace::Pace;
 use crate::slab::Handle;
 
@@ -47,7 +47,7 @@ pub(crate) struct Qp {
     pub memory: SessionId,
     /// XRC domain: its handle and which it is.
     pub xrcd: Option<(Handle<Xrcd>, u32)>,
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     pub pd: Handle<Pd>,
     pub qpn: Qpn,
     pub typ: QpType,
@@ -57,7 +57,7 @@ pub(crate) struct Qp {
     /// SET_DOORBELL.
     pub by_bus: bool,
     /// Its doorbell bit.
-    pub door: Handle<Door>,
+    pub door: Handle<DoorbellPage>,
     pub slot: u32,
     pub sig_all: bool,
     pub send_cq: Handle<Cq>,
@@ -78,10 +78,10 @@ pub(crate) struct Qp {
     /// Its packets leave and come in: the port is up, and has this address.
     pub linked: bool,
     /// A rule forbids its connection. Cleared when a request of a reliable QP fails for this reason.
-    pub barred: bool,
+    pub denied: bool,
     /// The send WQE under execution, which stays here between its steps. A connection to another host keeps several in
     /// `flight` instead.
-    pub work: Option<Box<Work>>,
+    pub work: Option<Box<SendOp>>,
     /// The receive WQE that a message is being put into.
     pub recv: Option<Box<Recv>>,
     /// The number of jobs that copy from or to the memory that it answers for.
@@ -129,7 +129,7 @@ pub(crate) enum Connection {
 /// A connection within this host.
 #[derive(Clone, Copy)]
 pub(crate) struct Local {
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     /// The peer QP when it was last seen.
     pub qp: Option<Handle<Qp>>,
     /// For a restored connection: PSN and result of an atomic of the peer that was executed here and that the peer had

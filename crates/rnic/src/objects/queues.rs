@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use unirdma_mem::{CqRing, QpRings};
 
-use super::ids::{SessionId, VnicId};
+use super::ids::{SessionId, VrnicId};
 use super::mr::Mr;
 use crate::slab::{ByNumber, Handle};
 
@@ -96,7 +96,7 @@ pub(crate) struct Xrcd {
 }
 
 /// A file by which programs of a vRNIC share a domain.
-type File = (VnicId, (u64, u64));
+type File = (VrnicId, (u64, u64));
 
 /// The XRC domains that programs share.
 #[derive(Default)]

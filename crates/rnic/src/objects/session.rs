@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use unirdma_mem::Bell;
 
+use super::bounce_memory::BounceMemory;
 use super::datagram::Ah;
-use super::door::Door;
-use super::ids::VnicId;
+use super::doorbell::DoorbellPage;
+use super::ids::VrnicId;
 use super::memory_state::MemoryState;
 use super::mr::{Mr, Resolve};
 use super::qp::Qp;
 use super::queues::{Cq, Pd, Srq, Xrcd};
-use super::revoked::Revoked;
-use super::stage::Stage;
+use super::revoked_regions::Revoked;
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle};
 
@@ -24,7 +24,7 @@ pub(crate) type Numbered<T> = BTreeMap<u32, Handle<T>>;
 /// The numbers of a session's objects. No number is used twice, and each is valid in this session only. The first one
 /// is random, so that a driver that uses the numbers of another session by mistake gets an error.
 #[derive(Default)]
-pub(crate) struct Names {
+pub(crate) struct Handles {
     pub last: u32,
     pub pds: Numbered<Pd>,
     pub cqs: Numbered<Cq>,
@@ -34,14 +34,14 @@ pub(crate) struct Names {
     pub srqs: Numbered<Srq>,
     pub xrcds: Numbered<Xrcd>,
     /// Doorbell pages, except the page of SET_DOORBELL.
-    pub doors: Numbered<Door>,
+    pub doors: Numbered<DoorbellPage>,
     /// QPs that it owns or has opened.
     pub qps: BTreeSet<Handle<Qp>>,
 }
 
-impl Names {
+impl Handles {
     pub fn new(random: &mut Rng) -> Self {
-        Names { last: random.next_u64() as u32 >> 1, ..Names::default() }
+        Handles { last: random.next_u64() as u32 >> 1, ..Handles::default() }
     }
 
     /// A new number; `None` after at least 2^31 of them.
@@ -52,12 +52,12 @@ impl Names {
 }
 
 pub(crate) struct Session {
-    pub vnic: VnicId,
+    pub vrnic: VrnicId,
     /// Number of the session among all sessions of its vRNIC. It stays the same when the session is restored elsewhere.
     pub number: u32,
-    pub names: Names,
+    pub names: Handles,
     /// The doorbell page of SET_DOORBELL; for a session that copies the memory of its process, the only one.
-    pub door: Option<Handle<Door>>,
+    pub door: Option<Handle<DoorbellPage>>,
     pub bell: Option<Bell>,
     /// Its frontend has stopped: nothing is done for it.
     pub paused: bool,
@@ -74,14 +74,14 @@ pub(crate) struct Session {
     /// Its memory regions that are gone while dead MRs in them are left.
     pub revoked: Revoked,
     pub memory: Option<Arc<dyn Resolve>>,
-    pub stage: Option<Stage>,
+    pub stage: Option<BounceMemory>,
     /// The state of its vRNIC's memory.
     pub memory_state: MemoryState,
 }
 
 impl Session {
     /// All its doorbell pages.
-    pub fn doors(&self) -> impl Iterator<Item = Handle<Door>> {
+    pub fn doors(&self) -> impl Iterator<Item = Handle<DoorbellPage>> {
         self.door.into_iter().chain(self.names.doors.values().copied())
     }
 

@@ -5,10 +5,10 @@ use unirdma_formats::{Lkey, Rkey, WcStatus, WrOpcode, access};
 use unirdma_mem::Span;
 
 use super::Objects;
-use super::fast::Freed;
+use super::fast_reg::Freed;
 use super::mr::{Backing, Mr, Window};
 use super::qp::Qp;
-use super::work::Work;
+use super::send_op::SendOp;
 use crate::slab::Handle;
 
 impl Objects {
@@ -31,7 +31,7 @@ impl Objects {
     ///
     /// # Errors
     /// The status with which it completes.
-    pub fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> Result<Option<Freed>, WcStatus> {
+    pub fn execute_local(&mut self, h: Handle<Qp>, w: &SendOp) -> Result<Option<Freed>, WcStatus> {
         let done = match w.op {
             WrOpcode::BindMw => self.bind(h, w),
             WrOpcode::RegMr => self.register(h, w).map(|()| None),
@@ -75,7 +75,7 @@ impl Objects {
     /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of
     /// the MR whose lkey is in the lower half of `swap`. The upper half of `swap` has the access that it grants.
     /// Returns the grant that this takes back: a window of type 1 may have been bound before.
-    fn bind(&mut self, h: Handle<Qp>, work: &Work) -> Option<Option<Freed>> {
+    fn bind(&mut self, h: Handle<Qp>, work: &SendOp) -> Option<Option<Freed>> {
         let q = self.qps.get(h)?;
         let wqe = &work.wqe;
         let (addr, len, lkey, flags) =

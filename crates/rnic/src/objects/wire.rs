@@ -6,13 +6,13 @@ use unirdma_formats::wire::Transport;
 use unirdma_formats::{AsyncEvent, Psn, QpType, Rkey};
 use unirdma_mem::Fault;
 
-use super::fetched::Fetched;
-use super::inbox::Inbox;
+use super::buffer_limits::{Room, Taken};
+use super::deferred_packets::DeferredPackets;
 use super::mr::Reach;
-use super::room::{Room, Taken};
-use super::work::{Spare, Work};
+use super::prefetch::Prefetched;
+use super::send_op::{SendOp, Spare};
+use crate::backoff::Stall;
 use crate::path::Path;
-use crate::stall::Stall;
 
 /// The state of a connection to another host.
 pub(crate) struct Wire {
@@ -38,9 +38,11 @@ pub(crate) struct Wire {
     pub credit_limit: Option<u32>,
     /// When the oldest packet without an answer is given up, ns; `u64::MAX` for never.
     pub deadline: u64,
-    /// Of an unreliable connection to a host of ours: the PSN after the last packet that this host has said it has taken out of its socket.
+    /// Of an unreliable connection to a host of ours: the PSN after the last packet that this host has said it has
+    /// taken out of its socket.
     pub taken: Psn,
-    /// How often in a row that host may say nothing in time until nothing is held back for it any more; see [`Wire::is_held_back`].
+    /// How often in a row that host may say nothing in time until nothing is held back for it any more; see
+    /// [`Wire::is_held_back`].
     pub patience: u8,
     /// Nothing is sent before this time: the responder had no receive.
     pub rnr_until: u64,
@@ -54,9 +56,9 @@ pub(crate) struct Wire {
     /// When the peer may be told of congestion again.
     pub cnp_after: u64,
     /// Payload of the request at the cursor, by the number of its WQE.
-    pub fetched: Fetched,
+    pub fetched: Prefetched,
     /// Answers of the peer that wait for a job: for one that stores the data of a READ or atomic, mostly.
-    pub inbox: Inbox,
+    pub inbox: DeferredPackets,
     pub resp: Responder,
 }
 
@@ -85,8 +87,8 @@ impl Wire {
             waits_for_tx: false,
             cc: Window::new(adapts),
             cnp_after: 0,
-            fetched: Fetched::default(),
-            inbox: Inbox::default(),
+            fetched: Prefetched::default(),
+            inbox: DeferredPackets::default(),
             resp: Responder::default(),
         }
     }
@@ -109,8 +111,8 @@ impl Wire {
         (self.una, self.next, self.high, self.taken, self.cc.cut_until) = (psn, psn, psn, psn, psn);
     }
 
-    /// An unreliable connection sends no more than its congestion window until the peer's host has said what it has taken. Only a host
-    /// of ours says that, so one that has never said so, or not for long, is not waited for.
+    /// An unreliable connection sends no more than its congestion window until the peer's host has said what it has
+    /// taken. Only a host of ours says that, so one that has never said so, or not for long, is not waited for.
     pub fn is_held_back(&self) -> bool {
         self.patience > 0 && self.path.is_ours()
     }
@@ -126,7 +128,8 @@ impl Wire {
         }
     }
 
-    /// The peer's host has not said in time what it has taken of an unreliable connection: what was sent counts as lost.
+    /// The peer's host has not said in time what it has taken of an unreliable connection: what was sent counts as
+    /// lost.
     pub fn is_unheard(&mut self) {
         self.patience = self.patience.saturating_sub(1);
         self.taken = self.next;
@@ -173,7 +176,7 @@ impl Wire {
         self.cursor = 0;
         self.deadline = u64::MAX;
         self.fetched.clear();
-        self.inbox = Inbox::default();
+        self.inbox = DeferredPackets::default();
     }
 }
 
@@ -214,13 +217,13 @@ impl Wire {
 
 /// A send WQE that is under way: its copy, and the PSNs that its message takes.
 pub(crate) struct Flight {
-    pub work: Box<Work>,
+    pub work: Box<SendOp>,
     pub first: Psn,
     pub packets: u32,
     /// Sequence number of its first message, 24 bits. A long READ is several messages.
     pub ssn: u32,
-    /// The request failed before anything of it was sent, or is a REG_MR that was executed. It completes with this status when all requests
-    /// before it have completed.
+    /// The request failed before anything of it was sent, or is a REG_MR that was executed. It completes with this
+    /// status when all requests before it have completed.
     pub status: Option<unirdma_formats::WcStatus>,
 }
 
@@ -238,7 +241,7 @@ impl Copies {
     /// Number of copies that are counted at a time.
     const STEP: usize = 16;
     /// Bytes that a copy counts as.
-    const BYTES: usize = size_of::<Work>() + size_of::<Flight>();
+    const BYTES: usize = size_of::<SendOp>() + size_of::<Flight>();
 
     /// True if there may be one more than `len`.
     pub fn may_grow(&mut self, len: usize, room: impl Fn() -> Room) -> bool {
@@ -266,7 +269,9 @@ impl Flight {
     }
 }
 
-/// [`Wire::patience`] with a host that says what it takes. A host whose processes get no core for half a second is not flooded.
+/// [`Wire::patience`] with a host that says what it takes. A host whose processes get no core for half a second is
+
+/// not flooded.
 const PATIENCE: u8 = 10;
 
 pub(crate) const WINDOW_MIN: u32 = 4;
@@ -393,9 +398,10 @@ pub(crate) struct Responder {
     pub failed: bool,
     pub answers: VecDeque<Answer>,
     /// Payload of the oldest answer.
-    pub fetched: Fetched,
-    /// Requests of the peer that wait for a job: for one that stores their payload or executes an atomic, or behind such a request.
-    pub inbox: Inbox,
+    pub fetched: Prefetched,
+    /// Requests of the peer that wait for a job: for one that stores their payload or executes an atomic, or behind
+    /// such a request.
+    pub inbox: DeferredPackets,
     /// When an ACK leaves at the latest. Until then it waits for the program's own reply, so that both leave together.
     pub ack_due: u64,
     /// Memory moves that an answer needs, or a request that was dropped for it.
@@ -440,8 +446,8 @@ impl Responder {
         self.ack_due = 0;
     }
 
-    /// How many READs and atomics wait for their first answer. The requester may have at most `max_dest_rd_atomic` of them outstanding.
-    /// Answers to duplicates do not count, since the network makes duplicates too.
+    /// How many READs and atomics wait for their first answer. The requester may have at most `max_dest_rd_atomic` of
+    /// them outstanding. Answers to duplicates do not count, since the network makes duplicates too.
     pub fn reads_waiting(&self) -> usize {
         let first = |a: &&Answer| matches!(a, Answer::Read { again: false, .. } | Answer::Atomic { again: false, .. });
         self.answers.iter().filter(first).count()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use unirdma_abi as abi;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 
-use super::data::{LayoutData, VnicData, WayData};
+use super::data::{LayoutData, VrnicData, WayData};
 use super::{Object, RestoreError};
 use crate::objects::{Backing, Resolve};
 
@@ -128,7 +128,7 @@ impl LayoutData {
 
 impl Attached {
     /// Asks for all memory of a record, and checks its sizes and kinds.
-    pub(super) fn ask(d: &VnicData, attach: &mut dyn Attach) -> Result<Attached, RestoreError> {
+    pub(super) fn ask(d: &VrnicData, attach: &mut dyn Attach) -> Result<Attached, RestoreError> {
         use super::data::MrKind;
         fn given<T>(object: Object, r: Option<T>, fits: impl Fn(&T) -> bool) -> Result<T, RestoreError> {
             let r = r.ok_or(RestoreError::NotGiven(object))?;
@@ -147,7 +147,7 @@ impl Attached {
             }
             if let Some(stage) = &s.stage {
                 let fits = |span: &Span| span.len() as u64 == stage.bytes && span.addr() % 64 == 0;
-                let span = given(Object::Stage { session }, attach.stage(session, stage.bytes), fits)?;
+                let span = given(Object::BounceMemory { session }, attach.stage(session, stage.bytes), fits)?;
                 all.stages.insert(session, span);
             }
             for c in &s.cqs {

@@ -45,7 +45,7 @@ impl<T: Hash + Eq> Once<T> {
 
 /// The objects that other objects name.
 struct Known<'a> {
-    d: &'a VnicData,
+    d: &'a VrnicData,
     sessions: HashSet<u32>,
     pds: HashSet<At>,
     cqs: HashSet<At>,
@@ -57,7 +57,7 @@ struct Known<'a> {
 ///
 /// # Errors
 /// The first object that is not valid.
-pub(super) fn check(d: &VnicData) -> Result {
+pub(super) fn check(d: &VrnicData) -> Result {
     let known = Known::new(d)?;
     for s in &d.sessions {
         known.session(s)?;
@@ -99,7 +99,7 @@ pub(super) fn check(d: &VnicData) -> Result {
 }
 
 impl<'a> Known<'a> {
-    fn new(d: &'a VnicData) -> Result<Self> {
+    fn new(d: &'a VrnicData) -> Result<Self> {
         let mut sessions = Once::new();
         let (mut pds, mut cqs, mut xrcds, mut srqs) = (Once::new(), Once::new(), Once::new(), Once::new());
         let (mut keys, mut srq_numbers) = (Once::new(), Once::new());
@@ -154,7 +154,7 @@ impl<'a> Known<'a> {
         for &gid in d.gids.iter().filter(|g| !Gid(**g).is_zero()) {
             gids.add(gid, Object::Gid(Gid(gid)))?;
         }
-        ensure(d.share.weight > 0, Object::Vnic, "its weight")?;
+        ensure(d.share.weight > 0, Object::Vrnic, "its weight")?;
         Ok(Known { d, sessions: sessions.0, pds: pds.0, cqs: cqs.0, xrcds: xrcds.0, srqs: srqs.0 })
     }
 
@@ -162,7 +162,7 @@ impl<'a> Known<'a> {
         let (d, limits) = (self.d, &self.d.limits);
         let sum = |f: &dyn Fn(&SessionData) -> usize| d.sessions.iter().map(f).sum::<usize>();
         let within = |n: usize, most: u32, what: &'static str| {
-            if n <= most as usize { Ok(()) } else { fail(Object::Vnic, What::Quota(what)) }
+            if n <= most as usize { Ok(()) } else { fail(Object::Vrnic, What::Quota(what)) }
         };
         within(d.qps.len(), limits.max_qp, "QPs")?;
         within(sum(&|s| s.cqs.len()), limits.max_cq, "CQs")?;
@@ -172,7 +172,7 @@ impl<'a> Known<'a> {
         within(sum(&|s| s.ahs.len()), limits.max_ah, "AHs")?;
         within(sum(&|s| s.srqs.len()), limits.max_srq, "SRQs")?;
         let bytes = d.sessions.iter().flat_map(|s| &s.mrs).map(counted).fold(0, u64::saturating_add);
-        if bytes > limits.max_mr_bytes { fail(Object::Vnic, What::Quota("bytes of memory")) } else { Ok(()) }
+        if bytes > limits.max_mr_bytes { fail(Object::Vrnic, What::Quota("bytes of memory")) } else { Ok(()) }
     }
 
     fn session(&self, s: &SessionData) -> Result {
@@ -181,7 +181,7 @@ impl<'a> Known<'a> {
             if set.contains(&At { session, number }) { Ok(()) } else { fail(object, What::Missing(what)) }
         };
         if let Some(stage) = &s.stage {
-            check_stage(stage, Object::Stage { session })?;
+            check_stage(stage, Object::BounceMemory { session })?;
         }
         for c in &s.cqs {
             let object = Object::Cq { session, number: c.number };
@@ -420,11 +420,11 @@ impl<'a> Known<'a> {
         }
         let mut ports = Once::new();
         for p in &cm.ports {
-            ports.add((p.space, p.port), Object::Vnic)?;
+            ports.add((p.space, p.port), Object::Vrnic)?;
             let mut ids = Once::new();
             for &at in &p.ids {
                 let Some(c) = cm.ids.get(at as usize) else {
-                    return fail(Object::Vnic, What::Missing("identifier of a port"));
+                    return fail(Object::Vrnic, What::Missing("identifier of a port"));
                 };
                 let object = Object::CmId { session: c.owner, number: c.number };
                 ids.add(at, object)?;
@@ -432,7 +432,7 @@ impl<'a> Known<'a> {
             }
         }
         for e in &cm.early {
-            ensure(e.mad.len() == MAD_BYTES, Object::Vnic, "a request that waits")?;
+            ensure(e.mad.len() == MAD_BYTES, Object::Vrnic, "a request that waits")?;
         }
         let mut queues = Once::new();
         for e in &cm.events {

@@ -9,7 +9,7 @@ use unirdma_formats::cm::MAD_BYTES;
 use super::data::*;
 use super::save::Saver;
 use crate::cm::{Addr, CmId, EVENT_BYTES, Early, Ends, Id, State};
-use crate::objects::{SessionId, VnicId};
+use crate::objects::{SessionId, VrnicId};
 use crate::rnic::Rnic;
 
 impl State {
@@ -72,8 +72,8 @@ impl Saver<'_> {
         });
         let mut ports: Vec<PortData> = ports.filter(|p| !p.ids.is_empty()).collect();
         ports.sort_unstable_by_key(|p| (p.space, p.port));
-        let early = cm.early.iter().filter(|e| e.vnic == self.id).map(|e| {
-            let Early { until, vnic: _, own, from, service, mad } = e;
+        let early = cm.early.iter().filter(|e| e.vrnic == self.id).map(|e| {
+            let Early { until, vrnic: _, own, from, service, mad } = e;
             EarlyData { until_ns: self.until(*until), own: own.0, from: from.0, service: *service, mad: mad.to_vec() }
         });
         let waiting = cm.events.iter().filter(|(_, events)| !events.is_empty());
@@ -91,7 +91,7 @@ impl Saver<'_> {
         let CmId {
             number,
             owner,
-            vnic,
+            vrnic,
             queue,
             space,
             xrc,
@@ -120,7 +120,7 @@ impl Saver<'_> {
             peer_qkey,
         } = c;
         let addr = |a: &Option<Addr>| a.map(|Addr { ip, port }| (ip, port));
-        let asked = dst.map(|d| (*vnic, Gid::from_ip(d.ip), *remote_id, c.is_datagram()));
+        let asked = dst.map(|d| (*vrnic, Gid::from_ip(d.ip), *remote_id, c.is_datagram()));
         CmIdData {
             number: *number,
             owner: owner.and_then(|s| self.sessions.get(&s).copied()),
@@ -155,11 +155,11 @@ impl Saver<'_> {
 }
 
 impl Rnic {
-    pub(super) fn restore_cm(&mut self, d: &VnicData, vnic: VnicId, sessions: &HashMap<u32, SessionId>) {
+    pub(super) fn restore_cm(&mut self, d: &VrnicData, vrnic: VrnicId, sessions: &HashMap<u32, SessionId>) {
         let (cm, now) = (&mut self.cm, self.core.now);
         let core = &self.core;
         let live = |c: &CmIdData| {
-            let mut live = cm_id(c, vnic, sessions);
+            let mut live = cm_id(c, vrnic, sessions);
             live.across = live.remote().and_then(|gid| core.across(d.group, gid));
             live
         };
@@ -175,17 +175,17 @@ impl Rnic {
                 cm.by_local_id.insert(c.local_id, h);
             }
             if let Some(peer) = live.remote().filter(|_| c.requested) {
-                cm.requests.insert((vnic, peer, c.remote_id, live.is_datagram()), h);
+                cm.requests.insert((vrnic, peer, c.remote_id, live.is_datagram()), h);
             }
             if let Some(ns) = c.timer_ns {
                 cm.timers.push(Reverse((now.saturating_add(ns), h, live.timer)));
             }
         }
         if !made.is_empty() {
-            cm.used.insert(vnic, made.len());
+            cm.used.insert(vrnic, made.len());
         }
         for p in &d.cm.ports {
-            cm.ports.insert((vnic, p.space, p.port), p.ids.iter().map(|&place| id(place)).collect());
+            cm.ports.insert((vrnic, p.space, p.port), p.ids.iter().map(|&place| id(place)).collect());
         }
         for e in &d.cm.early {
             let Ok(mad) = <Box<[u8; MAD_BYTES]>>::try_from(e.mad.clone().into_boxed_slice()) else {
@@ -195,18 +195,18 @@ impl Rnic {
             // They are in the order of their deadlines.
             let at = cm.early.partition_point(|other| other.until <= until);
             let (own, from, service) = (Gid(e.own), Gid(e.from), e.service);
-            cm.early.insert(at, Early { until, vnic, own, from, service, mad });
+            cm.early.insert(at, Early { until, vrnic, own, from, service, mad });
         }
         for e in &d.cm.events {
             if let Some(&s) = sessions.get(&e.session) {
-                cm.kept.entry(s).or_default().force(&core.objects.other_room(vnic), e.events.len() * EVENT_BYTES);
+                cm.kept.entry(s).or_default().force(&core.objects.other_room(vrnic), e.events.len() * EVENT_BYTES);
                 cm.events.insert((s, e.queue), e.events.iter().map(|e| e.0).collect());
             }
         }
     }
 }
 
-fn cm_id(d: &CmIdData, vnic: VnicId, sessions: &HashMap<u32, SessionId>) -> CmId {
+fn cm_id(d: &CmIdData, vrnic: VrnicId, sessions: &HashMap<u32, SessionId>) -> CmId {
     let CmIdData {
         number,
         owner,
@@ -241,7 +241,7 @@ fn cm_id(d: &CmIdData, vnic: VnicId, sessions: &HashMap<u32, SessionId>) -> CmId
     CmId {
         number: *number,
         owner: owner.and_then(|s| sessions.get(&s)).copied(),
-        vnic,
+        vrnic,
         queue: *queue,
         space: *space,
         xrc: *xrc,

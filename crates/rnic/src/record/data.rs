@@ -53,8 +53,8 @@ pub(crate) struct At {
     pub number: u32,
 }
 
-/// A structure of numbers, with its conversion from the live structure and back. A new field of the live structure does not compile
-/// until it is here.
+/// A structure of numbers, with its conversion from the live structure and back. A new field of the live structure does
+/// not compile until it is here.
 macro_rules! twin {
     ($(#[$doc:meta])* $name:ident of $live:ident { $($f:ident: $t:ty),* $(,)? }) => {
         $(#[$doc])*
@@ -128,7 +128,7 @@ impl From<WireCountersData> for WireCounters {
 
 /// A vRNIC with all its objects.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct VnicData {
+pub(crate) struct VrnicData {
     pub group: u32,
     pub gids: Vec<GidBytes>,
     pub up: bool,

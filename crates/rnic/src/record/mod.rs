@@ -1,14 +1,14 @@
 //! Records: a vRNIC written out as data, and read in again, on this host or on another.
 //!
-//! [`crate::Rnic::save_vnic`] may be called at any moment; nothing is drained. A record has all that the RNIC knows of
+//! [`crate::Rnic::save_vrnic`] may be called at any moment; nothing is drained. A record has all that the RNIC knows of
 //! a vRNIC: objects with their numbers, keys and QPNs, the requests under way with their PSNs, receives that are half
 //! filled, answers that wait, connection management, timers, and events that were not delivered. It has no memory.
 //! Rings, doorbell pages, stages and the memory of MRs belong to programs, and the caller that restores a record gives
 //! them back through [`Attach`].
 //!
 //! To its peers, a vRNIC that moves looks like one whose packets are lost for a while. Connections within a host have
-//! no packets, so [`crate::Rnic::take_vnic`] first makes them connections over the wire, at both ends
-//! (`crate::uncouple`). [`crate::Core::follow`] leads the peers to the new host of the vRNIC.
+//! no packets, so [`crate::Rnic::take_vrnic`] first makes them connections over the wire, at both ends
+//! (`crate::to_wire`). [`crate::Core::reroute`] leads the peers to the new host of the vRNIC.
 //!
 //! The QP state in a record is the state that the software RNIC has.
 //!
@@ -30,7 +30,7 @@ use std::fmt;
 use unirdma_formats::Gid;
 
 pub use attach::{Attach, Attached, Way};
-use data::VnicData;
+use data::VrnicData;
 
 /// The first bytes of a record.
 const MAGIC: [u8; 8] = *b"uniRDMA\0";
@@ -41,7 +41,7 @@ const HEADER_BYTES: usize = 8 + 4 + 8 + 4;
 
 /// A vRNIC as data. A record that was read from bytes is consistent in itself.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Record(VnicData);
+pub struct Record(VrnicData);
 
 /// Why bytes are no valid record.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -108,12 +108,12 @@ pub enum What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Object {
-    Vnic,
+    Vrnic,
     Gid(Gid),
     Session(u32),
     Doorbell { session: u32, number: u32 },
     Memory { session: u32 },
-    Stage { session: u32 },
+    BounceMemory { session: u32 },
     Pd { session: u32, number: u32 },
     Cq { session: u32, number: u32 },
     Xrcd { session: u32, number: u32 },
@@ -131,13 +131,13 @@ pub enum Object {
 impl fmt::Display for Object {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Object::Vnic => write!(f, "the vRNIC"),
+            Object::Vrnic => write!(f, "the vRNIC"),
             Object::Gid(gid) => write!(f, "GID {gid}"),
             Object::Session(s) => write!(f, "session {s}"),
             Object::Doorbell { session, number: 0 } => write!(f, "the doorbell page of session {session}"),
             Object::Doorbell { session, number } => write!(f, "doorbell page {number} of session {session}"),
             Object::Memory { session } => write!(f, "the memory of session {session}"),
-            Object::Stage { session } => write!(f, "the stage of session {session}"),
+            Object::BounceMemory { session } => write!(f, "the stage of session {session}"),
             Object::Pd { session, number } => write!(f, "PD {number} of session {session}"),
             Object::Cq { session, number } => write!(f, "CQ {number} of session {session}"),
             Object::Xrcd { session, number } => write!(f, "XRC domain {number} of session {session}"),
@@ -225,7 +225,7 @@ impl Record {
         if checksum(head, body).to_le_bytes() != *crc {
             return Err(RecordError::Checksum);
         }
-        let (data, rest): (VnicData, _) = postcard::take_from_bytes(body)?;
+        let (data, rest): (VrnicData, _) = postcard::take_from_bytes(body)?;
         if !rest.is_empty() {
             return Err(RecordError::Trailing(rest.len() as u64));
         }

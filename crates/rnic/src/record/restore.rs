@@ -14,9 +14,9 @@ use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Local, MemoryState, Moderation, Mr,
-    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Rooms, Served, Session, SessionId, Srq, Stage, Used,
-    Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
+    Ah, Backing, Backlog, Begun, BounceMemory, Connection, Cq, Datagrams, DoorbellPage, Handles, Held, Local,
+    MemoryState, Moderation, Mr, NO_SLOT, Note, PAGE_TIME, Pause, Pd, Prefetched, Qp, Revoked, Room, Rooms, SendOp,
+    Served, Session, SessionId, Srq, Used, Vrnic, VrnicId, Wait, Window, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -26,10 +26,10 @@ use crate::slab::Handle;
 /// The objects that were made, by their numbers in the record.
 pub(super) struct Restorer<'a> {
     pub(super) core: &'a mut Core,
-    vnic: VnicId,
+    vrnic: VrnicId,
     given: Attached,
     sessions: HashMap<u32, SessionId>,
-    doors: HashMap<At, Handle<Door>>,
+    doors: HashMap<At, Handle<DoorbellPage>>,
     pds: HashMap<At, Handle<Pd>>,
     cqs: HashMap<At, Handle<Cq>>,
     xrcds: HashMap<At, (Handle<Xrcd>, u32)>,
@@ -42,33 +42,33 @@ impl Rnic {
     ///
     /// From now on its doorbells are polled, its timers run and its QPs work. Connections and address handles of this
     /// host that lead to its addresses lead to it. Other hosts learn of it by [`Rnic::set_routes`] and
-    /// [`Core::follow`].
+    /// [`Core::reroute`].
     ///
     /// # Errors
     /// A [`RestoreError`] that says why not. Then nothing has changed.
-    pub fn restore_vnic(&mut self, now: u64, r: &Record, attach: &mut dyn Attach) -> Result<VnicId, RestoreError> {
+    pub fn restore_vrnic(&mut self, now: u64, r: &Record, attach: &mut dyn Attach) -> Result<VrnicId, RestoreError> {
         self.at(now);
         let d = &r.0;
         self.check_host(d)?;
         let given = Attached::ask(d, attach)?;
-        let vnic = self.core.restore_vnic_alone(d).ok_or(RestoreError::NoRoom("vRNICs"))?;
-        let sessions = Restorer::new(&mut self.core, vnic, given).all(d);
-        self.restore_cm(d, vnic, &sessions);
+        let vrnic = self.core.restore_vrnic_alone(d).ok_or(RestoreError::NoRoom("vRNICs"))?;
+        let sessions = Restorer::new(&mut self.core, vrnic, given).all(d);
+        self.restore_cm(d, vrnic, &sessions);
         self.manager().addresses_changed();
         for &gid in d.gids.iter().filter(|g| !Gid(**g).is_zero()) {
-            self.core.follow(d.group, Gid(gid));
+            self.core.reroute(d.group, Gid(gid));
         }
         // The rules here may differ from those where it was saved.
-        self.core.recheck_vnic(vnic);
-        Ok(vnic)
+        self.core.recheck_vrnic(vrnic);
+        Ok(vrnic)
     }
 
     /// Checks that this host has room for the record, and that its numbers are free.
-    fn check_host(&self, d: &VnicData) -> Result<(), RestoreError> {
+    fn check_host(&self, d: &VrnicData) -> Result<(), RestoreError> {
         let objects = &self.core.objects;
         let taken = |object: Object| Err(RestoreError::Taken(object));
         for &gid in d.gids.iter().filter(|g| !Gid(**g).is_zero()) {
-            if objects.find_vnic(d.group, Gid(gid)).is_some() {
+            if objects.find_vrnic(d.group, Gid(gid)).is_some() {
                 return taken(Object::Gid(Gid(gid)));
             }
         }
@@ -101,7 +101,7 @@ impl Rnic {
         }
         let sum = |f: &dyn Fn(&SessionData) -> usize| d.sessions.iter().map(f).sum::<usize>();
         let room = [
-            ("vRNICs", 1, objects.vnics.room()),
+            ("vRNICs", 1, objects.vrnics.room()),
             ("sessions", d.sessions.len(), objects.sessions.room()),
             ("QPs", d.qps.len(), objects.qps.room()),
             ("CQs", sum(&|s| s.cqs.len()), objects.cqs.room()),
@@ -121,8 +121,8 @@ impl Rnic {
 
 impl Core {
     /// Makes a vRNIC without its objects.
-    fn restore_vnic_alone(&mut self, d: &VnicData) -> Option<VnicId> {
-        let VnicData {
+    fn restore_vrnic_alone(&mut self, d: &VrnicData) -> Option<VrnicId> {
+        let VrnicData {
             group,
             gids,
             up,
@@ -138,7 +138,7 @@ impl Core {
             cm: _,
         } = d;
         let (share, now) = (share.restore(), self.now);
-        let mut v = Vnic {
+        let mut v = Vrnic {
             group: *group,
             gids: gids.iter().map(|&g| Gid(g)).collect(),
             up: *up,
@@ -155,7 +155,7 @@ impl Core {
             gsi: None,
         };
         begun.iter().for_each(|&g| v.begun.note(Gid(g)));
-        let id = self.objects.vnics.insert(v).map(VnicId)?;
+        let id = self.objects.vrnics.insert(v).map(VrnicId)?;
         self.sched.add(id, share.weight);
         self.list_gids(id, true);
         Some(id)
@@ -168,10 +168,10 @@ fn flow(f: &FlowData) -> Flow {
 }
 
 impl<'a> Restorer<'a> {
-    fn new(core: &'a mut Core, vnic: VnicId, given: Attached) -> Self {
+    fn new(core: &'a mut Core, vrnic: VrnicId, given: Attached) -> Self {
         Restorer {
             core,
-            vnic,
+            vrnic,
             given,
             sessions: HashMap::new(),
             doors: HashMap::new(),
@@ -183,7 +183,7 @@ impl<'a> Restorer<'a> {
     }
 
     /// Makes all objects. Returns the identities of the sessions.
-    fn all(mut self, d: &VnicData) -> HashMap<u32, SessionId> {
+    fn all(mut self, d: &VrnicData) -> HashMap<u32, SessionId> {
         for s in &d.sessions {
             self.session(s);
         }
@@ -223,12 +223,12 @@ impl<'a> Restorer<'a> {
         } = d;
         let session = *number;
         let stage = stage.as_ref().and_then(|s| self.stage(s, session));
-        let vnic = self.core.objects.vnics.get(self.vnic.0);
-        let memory_state = vnic.map(|v| v.memory_state.clone()).unwrap_or_default();
+        let vrnic = self.core.objects.vrnics.get(self.vrnic.0);
+        let memory_state = vrnic.map(|v| v.memory_state.clone()).unwrap_or_default();
         let live = Session {
-            vnic: self.vnic,
+            vrnic: self.vrnic,
             number: session,
-            names: Names { last: *last_name, ..Names::default() },
+            names: Handles { last: *last_name, ..Handles::default() },
             door: None,
             bell: self.given.doorbells.get(&(session, 0)).cloned(),
             paused: *paused,
@@ -275,7 +275,7 @@ impl<'a> Restorer<'a> {
 
     fn door(&mut self, id: SessionId, session: u32, d: &DoorData) {
         let Some(bell) = self.given.doorbells.remove(&(session, d.number)) else { return };
-        let empty = Door { last_rung_ns: self.core.now, ..Door::new(id, d.number, bell) };
+        let empty = DoorbellPage { last_rung_ns: self.core.now, ..DoorbellPage::new(id, d.number, bell) };
         let live = empty.with_slots(d.slots, d.free_slots.clone());
         let Some(h) = self.core.objects.doors.insert(live) else { return };
         self.doors.insert(At { session, number: d.number }, h);
@@ -287,8 +287,8 @@ impl<'a> Restorer<'a> {
         }
     }
 
-    fn stage(&mut self, d: &StageData, session: u32) -> Option<Stage> {
-        let mut stage = Stage::new(self.given.stages.remove(&session)?)?;
+    fn stage(&mut self, d: &StageData, session: u32) -> Option<BounceMemory> {
+        let mut stage = BounceMemory::new(self.given.stages.remove(&session)?)?;
         for &(first, count) in &d.given {
             stage.add(first as usize, count as usize);
         }
@@ -325,7 +325,7 @@ impl<'a> Restorer<'a> {
 
     fn xrcd(&mut self, owner: SessionId, session: u32, d: &XrcdData) {
         let XrcdData { number, file } = *d;
-        let file = file.map(|key| (self.vnic, key));
+        let file = file.map(|key| (self.vrnic, key));
         let objects = &mut self.core.objects;
         let domain = objects.domains.open(file);
         let Some(h) = objects.xrcds.insert(Xrcd { owner, number, uses: 0, file, domain }) else { return };
@@ -418,11 +418,11 @@ impl<'a> Restorer<'a> {
         let AhData { number, pd, flow: f, port, static_rate } = d;
         let (f, pd) = (flow(f), self.pd(Some(At { session, number: *pd })));
         let own = Gid::from_ip(f.src);
-        let linked = self.core.objects.vnics.get(self.vnic.0).is_some_and(|v| v.is_linked(Some(own)));
-        let target = self.core.target_of(self.vnic, &f, *port);
+        let linked = self.core.objects.vrnics.get(self.vrnic.0).is_some_and(|v| v.is_linked(Some(own)));
+        let target = self.core.target_of(self.vrnic, &f, *port);
         let objects = &mut self.core.objects;
         let (number, static_rate) = (*number, *static_rate);
-        let ah = Ah { owner, number, pd, flow: f, target, linked, barred: false, static_rate };
+        let ah = Ah { owner, number, pd, flow: f, target, linked, denied: false, static_rate };
         let Some(h) = objects.ahs.insert(ah) else { return };
         objects.names(owner).and_then(|n| n.ahs.insert(number, h));
         objects.count_used(owner, |u| u.ahs += 1);
@@ -469,7 +469,7 @@ impl<'a> Restorer<'a> {
         let path_kbps = rate_kbps(attr.0.ah_attr.static_rate).unwrap_or(0);
         let paused = self.core.objects.sessions.get(owner_id.0).is_some_and(|s| s.paused);
         let door = slot.and_then(|s| self.doors.get(&At { session: *owner, number: s.0 })).copied().unwrap_or_default();
-        let v = self.core.objects.vnics.get(self.vnic.0);
+        let v = self.core.objects.vrnics.get(self.vrnic.0);
         let linked = v.is_some_and(|v| v.is_linked(own));
         let peer_gid = Gid(attr.0.ah_attr.grh.dgid);
         let is_own = v.is_some_and(|v| v.gids.contains(&peer_gid));
@@ -477,8 +477,8 @@ impl<'a> Restorer<'a> {
             ConnectionData::None => Connection::None,
             ConnectionData::Local { found } => {
                 // The other end is looked up when all QPs are there.
-                let vnic = if is_own { self.vnic } else { VnicId(Handle::NONE) };
-                Connection::Local(Local { vnic, qp: None, found: found.map(|value| (Psn::new(*rq_psn), value)) })
+                let vrnic = if is_own { self.vrnic } else { VrnicId(Handle::NONE) };
+                Connection::Local(Local { vrnic, qp: None, found: found.map(|value| (Psn::new(*rq_psn), value)) })
             }
             ConnectionData::Wire(w) => {
                 let there = v.and_then(|v| self.core.way_to(v, own.unwrap_or_default(), peer_gid));
@@ -486,7 +486,7 @@ impl<'a> Restorer<'a> {
             }
             ConnectionData::Datagram { backlog, groups } => Connection::Datagram(Datagrams {
                 backlog: self.backlog(backlog, v.map(|v| &v.rooms.datagrams)),
-                fetched: Fetched::default(),
+                fetched: Prefetched::default(),
                 groups: groups.iter().map(|&g| Gid(g)).collect(),
             }),
         };
@@ -501,7 +501,7 @@ impl<'a> Restorer<'a> {
             openers: openers.iter().map(|at| (self.session_id(Some(at.session)), self.domain(*at).0)).collect(),
             memory: self.session_id(*memory),
             xrcd: xrcd.map(|number| self.domain(At { session: *owner, number })),
-            vnic: self.vnic,
+            vrnic: self.vrnic,
             pd: self.pd(*pd),
             qpn: Qpn(*qpn),
             typ: typ.unwrap_or(QpType::Rc),
@@ -525,8 +525,8 @@ impl<'a> Restorer<'a> {
             connection: connected,
             own,
             linked,
-            barred: false,
-            work: work.as_ref().map(|w| Box::new(Work { wait: why, ..*self.work(w) })),
+            denied: false,
+            work: work.as_ref().map(|w| Box::new(SendOp { wait: why, ..*self.work(w) })),
             recv: recv.as_ref().map(|r| self.recv(r)),
             served_by: 0,
             pause: if paused { Pause::Yes } else { Pause::No },
@@ -559,7 +559,7 @@ impl<'a> Restorer<'a> {
         {
             self.core.objects.use_srq(srq, true);
         }
-        if let Some(v) = self.core.objects.vnics.get_mut(self.vnic.0) {
+        if let Some(v) = self.core.objects.vrnics.get_mut(self.vrnic.0) {
             v.used.qps += 1;
             if *gsi {
                 v.gsi = Some(h);

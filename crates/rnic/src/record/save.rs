@@ -11,8 +11,8 @@ use super::{Attached, Record};
 use crate::cm::{Cm, Id};
 use crate::core::Core;
 use crate::objects::{
-    Ah, Backing, Backlog, Connection, Cq, Datagrams, Door, Held, Local, Moderation, Mr, NO_SLOT, Note, Pause, Pd, Qp,
-    Session, SessionId, Srq, Stage, Vnic, VnicId, Wait, Window, XrcSrq, Xrcd,
+    Ah, Backing, Backlog, BounceMemory, Connection, Cq, Datagrams, DoorbellPage, Held, Local, Moderation, Mr, NO_SLOT,
+    Note, Pause, Pd, Qp, Session, SessionId, Srq, Vrnic, VrnicId, Wait, Window, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -31,7 +31,7 @@ pub(super) struct Saver<'a> {
     pub(super) xrcds: HashMap<Handle<Xrcd>, At>,
     /// Places of identifiers in their list.
     pub(super) ids: HashMap<Id, u32>,
-    pub(super) id: VnicId,
+    pub(super) id: VrnicId,
     /// When the waits of QPs end.
     pub(super) waits: HashMap<(Handle<Qp>, u32), u64>,
 }
@@ -40,10 +40,10 @@ impl Rnic {
     /// Saves a vRNIC as it is now; `None` if there is none. The vRNIC goes on. Copies that are under way for it as jobs
     /// are stopped. They are tried again here, and also wherever the record is restored. [`Core::has_copies`] says when
     /// the last of them has ended.
-    pub fn save_vnic(&mut self, now: u64, id: VnicId) -> Option<Record> {
+    pub fn save_vrnic(&mut self, now: u64, id: VrnicId) -> Option<Record> {
         self.at(now).settle(id);
         while self.bury_of(id, usize::MAX) {}
-        Saver::new(&self.core, &self.cm, id).vnic(id).map(Record)
+        Saver::new(&self.core, &self.cm, id).vrnic(id).map(Record)
     }
 
     /// Saves a vRNIC and removes it. Its programs and peers are not notified: to them it looks as if all packets were
@@ -51,33 +51,34 @@ impl Rnic {
     /// false for all its sessions.
     ///
     /// Connections between it and other vRNICs of this host are connections over the wire from now on, at both ends.
-    pub fn take_vnic(&mut self, now: u64, id: VnicId) -> Option<(Record, Attached)> {
-        self.at(now).objects.vnics.get(id.0)?;
+    pub fn take_vrnic(&mut self, now: u64, id: VrnicId) -> Option<(Record, Attached)> {
+        self.at(now).objects.vrnics.get(id.0)?;
         self.core.settle(id);
-        self.core.uncouple(id);
-        let record = self.save_vnic(now, id)?;
+        self.core.move_to_wire(id);
+        let record = self.save_vrnic(now, id)?;
         let attached = self.core.attached(id);
         for (_, s) in self.numbered_sessions(id) {
             self.cm.events.retain(|k, _| k.0 != s);
             self.cm.kept.remove(&s);
         }
-        self.manager().forget_vnic(id);
-        self.core.forget_vnic(id);
+        self.manager().forget_vrnic(id);
+        self.core.forget_vrnic(id);
         Some((record, attached))
     }
 }
 
 impl Core {
     /// The sessions of a vRNIC, with their numbers in records.
-    pub fn numbered_sessions(&self, id: VnicId) -> Vec<(u32, SessionId)> {
-        let of_vnic = self.objects.sessions.iter().filter(|(_, s)| s.vnic == id && !s.gone);
-        let mut all: Vec<_> = of_vnic.map(|(h, s)| (s.number, SessionId(h))).collect();
+    pub fn numbered_sessions(&self, id: VrnicId) -> Vec<(u32, SessionId)> {
+        let of_vrnic = self.objects.sessions.iter().filter(|(_, s)| s.vrnic == id && !s.gone);
+        let mut all: Vec<_> = of_vrnic.map(|(h, s)| (s.number, SessionId(h))).collect();
         all.sort_unstable();
         all
     }
 
-    /// Stops the jobs of a vRNIC. An atomic that one of them has executed already is not executed again, here or elsewhere.
-    fn settle(&mut self, id: VnicId) {
+    /// Stops the jobs of a vRNIC. An atomic that one of them has executed already is not executed again, here or
+    /// elsewhere.
+    fn settle(&mut self, id: VrnicId) {
         for (_, s) in self.numbered_sessions(id) {
             self.jobs.stop(s);
         }
@@ -92,7 +93,7 @@ impl Core {
     }
 
     /// The memory of a vRNIC.
-    fn attached(&self, id: VnicId) -> Attached {
+    fn attached(&self, id: VrnicId) -> Attached {
         let (mut all, objects) = (Attached::default(), &self.objects);
         for (number, s) in self.numbered_sessions(id) {
             let Some(session) = objects.sessions.get(s.0) else { continue };
@@ -111,13 +112,13 @@ impl Core {
                 all.mrs.extend(mr.map(|m| ((number, n), m.backing.share())));
             }
         }
-        all.qps.extend(objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| (q.qpn.0, q.rings.clone())));
+        all.qps.extend(objects.qps.iter().filter(|(_, q)| q.vrnic == id).map(|(_, q)| (q.qpn.0, q.rings.clone())));
         all
     }
 
     /// Removes a vRNIC, and touches nothing but the RNIC's own tables.
-    fn forget_vnic(&mut self, id: VnicId) {
-        for h in self.objects.qps.handles(|q| q.vnic == id) {
+    fn forget_vrnic(&mut self, id: VrnicId) {
+        for h in self.objects.qps.handles(|q| q.vrnic == id) {
             self.detach_all(h);
             if let Some(q) = self.objects.qps.remove(h) {
                 self.objects.qpns.remove(&q.qpn);
@@ -141,7 +142,7 @@ impl Core {
             self.outputs.retain(|o| o.session() != s);
             self.jobs.forget(s);
         }
-        self.remove_vnic(id);
+        self.remove_vrnic(id);
     }
 }
 
@@ -159,8 +160,9 @@ fn flow(f: &Flow) -> FlowData {
 
 /// The doorbell page itself says whether a bell has rung and whether the device sleeps. A restored page is polled at
 /// first.
-fn door(d: &Door) -> DoorData {
-    let Door { session: _, number, bell: _, slots, free_slots, words: _, parked: _, rung: _, last_rung_ns: _ } = d;
+fn door(d: &DoorbellPage) -> DoorData {
+    let DoorbellPage { session: _, number, bell: _, slots, free_slots, words: _, parked: _, rung: _, last_rung_ns: _ } =
+        d;
     DoorData { number: *number, slots: slots.len() as u32, free_slots: free_slots.clone() }
 }
 
@@ -172,7 +174,7 @@ fn moderation(m: &Moderation, now: u64) -> ModerationData {
 }
 
 impl<'a> Saver<'a> {
-    fn new(core: &'a Core, cm: &'a Cm, id: VnicId) -> Self {
+    fn new(core: &'a Core, cm: &'a Cm, id: VrnicId) -> Self {
         let mut s = Saver {
             core,
             cm,
@@ -197,7 +199,7 @@ impl<'a> Saver<'a> {
             let at = |(&number, &h)| (h, At { session, number });
             s.xrcds.extend(live.names.xrcds.iter().map(at));
         }
-        let mut ids: Vec<_> = cm.ids.iter().filter(|(_, c)| c.vnic == id).collect();
+        let mut ids: Vec<_> = cm.ids.iter().filter(|(_, c)| c.vrnic == id).collect();
         // An identifier that its program has destroyed has only the number of its connection left.
         ids.sort_unstable_by_key(|(_, c)| (c.owner.map(|o| s.sessions.get(&o)), c.number, c.local_id));
         s.ids.extend(ids.iter().zip(0..).map(|((h, _), place)| (*h, place)));
@@ -214,9 +216,9 @@ impl<'a> Saver<'a> {
         at.saturating_sub(self.core.now)
     }
 
-    fn vnic(&self, id: VnicId) -> Option<VnicData> {
+    fn vrnic(&self, id: VrnicId) -> Option<VrnicData> {
         // A restore counts the used resources again.
-        let Vnic {
+        let Vrnic {
             group,
             gids,
             up,
@@ -231,13 +233,13 @@ impl<'a> Saver<'a> {
             memory_state: _,
             page_time: _,
             gsi: _,
-        } = self.core.objects.vnics.get(id.0)?;
+        } = self.core.objects.vrnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
         let sessions = self.core.numbered_sessions(id);
         let mut qps: Vec<QpData> =
-            self.core.objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(h, q)| self.qp(h, q)).collect();
+            self.core.objects.qps.iter().filter(|(_, q)| q.vrnic == id).map(|(h, q)| self.qp(h, q)).collect();
         qps.sort_unstable_by_key(|q| q.qpn);
-        Some(VnicData {
+        Some(VrnicData {
             group: *group,
             gids: gids.iter().map(|g| g.0).collect(),
             up: *up,
@@ -258,7 +260,7 @@ impl<'a> Saver<'a> {
         let live = self.core.objects.sessions.get(id.0)?;
         // Dead objects were freed before the save.
         let Session {
-            vnic: _,
+            vrnic: _,
             number,
             names,
             door: _,
@@ -300,9 +302,9 @@ impl<'a> Saver<'a> {
         })
     }
 
-    fn stage(&self, s: &Stage) -> StageData {
+    fn stage(&self, s: &BounceMemory) -> StageData {
         // A restore derives the granules in use from the records.
-        let Stage { span, used: _, ends: _, granules: _, in_use: _, cursor, given: _, released_at, kept: _ } = s;
+        let BounceMemory { span, used: _, ends: _, granules: _, in_use: _, cursor, given: _, released_at, kept: _ } = s;
         StageData {
             bytes: span.len() as u64,
             given: s.records().collect(),
@@ -391,7 +393,7 @@ impl<'a> Saver<'a> {
 
     fn ah(&self, ah: &Ah) -> AhData {
         // A restore looks up the destination of its packets again.
-        let Ah { owner: _, number, pd, flow: f, target, linked: _, barred: _, static_rate } = ah;
+        let Ah { owner: _, number, pd, flow: f, target, linked: _, denied: _, static_rate } = ah;
         let port = target.port(self.core.net.first_port, ah.own(), Gid::from_ip(f.dst));
         let pd = self.pds.get(pd).map_or(0, |at| at.number);
         AhData { number: *number, pd, flow: flow(f), port, static_rate: *static_rate }
@@ -405,7 +407,7 @@ impl<'a> Saver<'a> {
             openers,
             memory,
             xrcd,
-            vnic: _,
+            vrnic: _,
             pd,
             qpn,
             typ,
@@ -429,7 +431,7 @@ impl<'a> Saver<'a> {
             connection,
             own,
             linked: _,
-            barred: _,
+            denied: _,
             work,
             recv,
             served_by: _,
@@ -445,7 +447,7 @@ impl<'a> Saver<'a> {
         let Pace { after, waits: _, spread_until: _, path_kbps: _ } = pace;
         let connection = match connection {
             Connection::None => ConnectionData::None,
-            Connection::Local(Local { vnic: _, qp: _, found: _ }) => {
+            Connection::Local(Local { vrnic: _, qp: _, found: _ }) => {
                 ConnectionData::Local { found: self.core.found_at(h) }
             }
             Connection::Wire(w) => ConnectionData::Wire(Box::new(self.wire(w))),

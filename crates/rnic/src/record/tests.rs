@@ -10,7 +10,7 @@ use zerocopy::IntoBytes;
 use super::check::check;
 use super::data::*;
 use super::*;
-use crate::objects::{Backing, CreateQp, Limits, OpenXrcd, Resolve, SrqAttr, VnicConfig, VnicId};
+use crate::objects::{Backing, CreateQp, Limits, OpenXrcd, Resolve, SrqAttr, VrnicConfig, VrnicId};
 use crate::path::Route;
 use crate::rnic::Rnic;
 
@@ -63,15 +63,15 @@ fn attr(peer_qpn: u32, peer: Gid) -> [(u32, abi::QpAttr); 3] {
     ]
 }
 
-/// A vRNIC with an object of each kind: an RC QP with requests under way to another host, a UD QP in a group, and the target of an XRC
-/// connection.
-fn full() -> VnicData {
+/// A vRNIC with an object of each kind: an RC QP with requests under way to another host, a UD QP in a group, and the
+/// target of an XRC connection.
+fn full() -> VrnicData {
     let mut rnic = Rnic::new(7, 0);
-    let config = VnicConfig { group: 3, gids: vec![gid(1)], limits: Limits::default(), share: Default::default() };
-    let vnic: VnicId = rnic.add_vnic(config).unwrap();
+    let config = VrnicConfig { group: 3, gids: vec![gid(1)], limits: Limits::default(), share: Default::default() };
+    let vrnic: VrnicId = rnic.add_vrnic(config).unwrap();
     let route = Route { host: [192, 168, 0, 2].into(), foreign: false, vni: 5 };
     rnic.set_routes([((3, gid(2)), route)].into_iter().collect());
-    let s = rnic.add_session(vnic).unwrap();
+    let s = rnic.add_session(vrnic).unwrap();
     let bell = Bell::new(aligned(4096)).unwrap();
     rnic.set_doorbell(s, bell.clone()).unwrap();
     rnic.unpark(s, 0);
@@ -114,7 +114,8 @@ fn full() -> VnicData {
     for (mask, a) in steps {
         rnic.modify_qp(s, qpn, mask, &a).unwrap();
     }
-    // A window is bound, pages are registered, then a WRITE of two packets and an atomic are sent. The list of pages is zeros.
+    // A window is bound, pages are registered, then a WRITE of two packets and an atomic are sent. The list of pages is
+    // zeros.
     let register = abi::SqWqe {
         opcode: WrOpcode::RegMr as u8,
         rkey: fast,
@@ -148,23 +149,23 @@ fn full() -> VnicData {
     let id = rnic.cm(s, &ask(abi::CmOp::Create, 0)).unwrap().id;
     rnic.cm(s, &ask(abi::CmOp::Listen, id)).unwrap();
     while rnic.poll(0) {}
-    rnic.save_vnic(0, vnic).unwrap().0
+    rnic.save_vrnic(0, vrnic).unwrap().0
 }
 
-fn rc(d: &mut VnicData) -> &mut QpData {
+fn rc(d: &mut VrnicData) -> &mut QpData {
     d.qps.iter_mut().find(|q| q.typ == QpType::Rc as u8).unwrap()
 }
 
-fn target(d: &mut VnicData) -> &mut QpData {
+fn target(d: &mut VrnicData) -> &mut QpData {
     d.qps.iter_mut().find(|q| q.typ == QpType::XrcRecv as u8).unwrap()
 }
 
-fn wire(d: &mut VnicData) -> &mut WireData {
+fn wire(d: &mut VrnicData) -> &mut WireData {
     let ConnectionData::Wire(w) = &mut rc(d).connection else { panic!("not connected") };
     w
 }
 
-fn datagrams(d: &mut VnicData) -> &mut Vec<GidBytes> {
+fn datagrams(d: &mut VrnicData) -> &mut Vec<GidBytes> {
     let ud = d.qps.iter_mut().find_map(|q| match &mut q.connection {
         ConnectionData::Datagram { groups, .. } => Some(groups),
         _ => None,
@@ -173,20 +174,20 @@ fn datagrams(d: &mut VnicData) -> &mut Vec<GidBytes> {
 }
 
 /// The MR that work requests register.
-fn fast(d: &mut VnicData) -> &mut MrData {
+fn fast(d: &mut VrnicData) -> &mut MrData {
     d.sessions[0].mrs.iter_mut().find(|m| m.pages.is_some()).unwrap()
 }
 
-fn list(d: &mut VnicData) -> &mut PagesData {
+fn list(d: &mut VrnicData) -> &mut PagesData {
     fast(d).pages.as_mut().unwrap()
 }
 
-fn window(d: &mut VnicData) -> &mut MrData {
+fn window(d: &mut VrnicData) -> &mut MrData {
     d.sessions[0].mrs.iter_mut().find(|m| matches!(m.kind, MrKind::Window { .. })).unwrap()
 }
 
 /// A change of a record, and the error that follows.
-type Case = (fn(&mut VnicData), &'static str);
+type Case = (fn(&mut VrnicData), &'static str);
 
 const NOBODY: At = At { session: 1, number: 7 };
 

@@ -6,11 +6,12 @@ use unirdma_formats::{AsyncEvent, Psn, Rkey, WcStatus, WrOpcode, access, send_fl
 use super::data::*;
 use super::restore::Restorer;
 use super::save::Saver;
+use crate::backoff::Stall;
 use crate::objects::{
-    Answer, CongestionWindow, Copies, Fetched, Flight, Inbox, Message, Reach, Recv, Responder, Staged, Wait, Wire, Work,
+    Answer, CongestionWindow, Copies, DeferredPackets, Flight, Message, Prefetched, Reach, Recv, Responder, SendOp,
+    Staged, Wait, Wire,
 };
 use crate::path::Path;
-use crate::stall::Stall;
 
 impl Saver<'_> {
     pub(super) fn stall(&self, s: &Stall) -> StallData {
@@ -18,9 +19,9 @@ impl Saver<'_> {
         now.map(|(since, next)| (self.core.now.saturating_sub(since), self.until(next)))
     }
 
-    pub(super) fn work(&self, w: &Work) -> WorkData {
+    pub(super) fn work(&self, w: &SendOp) -> WorkData {
         // The WQE contains the operation, and the QP the wait.
-        let Work {
+        let SendOp {
             wqe,
             op: _,
             wait: _,
@@ -194,9 +195,9 @@ impl Restorer<'_> {
         Stall { now: d.map(|(waited, next)| (self.core.now.saturating_sub(waited), self.at(next))) }
     }
 
-    pub(super) fn work(&self, d: &WorkData) -> Box<Work> {
+    pub(super) fn work(&self, d: &WorkData) -> Box<SendOp> {
         let WorkData { wqe, sges: list, inline, total, done, started, retries_left, rnr_left, found, stall } = d;
-        let mut w = Box::new(Work {
+        let mut w = Box::new(SendOp {
             wqe: wqe.0,
             op: WrOpcode::from_raw(wqe.0.opcode.into()).unwrap_or(WrOpcode::Send),
             wait: Wait::No,
@@ -279,8 +280,8 @@ impl Restorer<'_> {
             waits_for_tx: false,
             cc: CongestionWindow { packets, threshold, acked, alpha, cut_until: Psn::new(cut_until), adapts },
             cnp_after: self.at(*cnp_ns),
-            fetched: Fetched::default(),
-            inbox: Inbox::default(),
+            fetched: Prefetched::default(),
+            inbox: DeferredPackets::default(),
             resp: self.responder(responder),
         }
     }
@@ -308,8 +309,8 @@ impl Restorer<'_> {
             nak_sent: *nak_sent,
             failed: *failed,
             answers: answers.iter().map(|a| self.answer(a)).collect(),
-            fetched: Fetched::default(),
-            inbox: Inbox::default(),
+            fetched: Prefetched::default(),
+            inbox: DeferredPackets::default(),
             ack_due: 0,
             stall: self.stall(*stall),
             missed: *missed,

@@ -2,10 +2,11 @@
 //!
 //! A QP whose destination GID lies on another host has a [`Wire`]: the state of its requester and completer
 //! (`requester`) and of its responder (`responder`), and packets that wait for jobs (`inbox`). Packets come in by
-//! [`crate::Rnic::handle_packet`] and leave through [`crate::Tx`], from the base transport header up to the payload's padding; IP, UDP and
+//! [`crate::Rnic::handle_packet`] and leave through [`crate::Tx`], from the base transport header up to the payload's
+//! padding; IP, UDP and
 //! the invariant CRC are the port's.
 
-mod inbox;
+mod deferred_packets;
 mod requester;
 mod responder;
 
@@ -16,7 +17,7 @@ use crate::core::Core;
 use crate::objects::{Connection, Qp, Wire};
 use crate::path::{Arrival, Path};
 use crate::slab::Handle;
-use inbox::Direction;
+use deferred_packets::Direction;
 pub(crate) use requester::{READ_PACKETS, request_packet};
 
 /// Least time between two congestion notifications to one QP, ns (DCQCN's N).
@@ -48,7 +49,7 @@ impl Core {
         let path = Path { port: a.port, ..wire.path };
         self.objects.count(h, |c| c.wire.rcvd_pkts += 1);
         if self.tap.is_some() {
-            self.tap_received(self.objects.vnic_of_qp(h), path, bytes);
+            self.tap_received(self.objects.vrnic_of_qp(h), path, bytes);
         }
         self.with_wire(h, |core, w| {
             if a.congested {
@@ -89,12 +90,13 @@ impl Core {
             return self.objects.count(h, |c| c.wire.send_err += 1);
         }
         if self.tap.is_some() {
-            self.tap_sent(self.objects.vnic_of_qp(h));
+            self.tap_sent(self.objects.vrnic_of_qp(h));
         }
         self.objects.count(h, |c| c.wire.sent_pkts += 1);
     }
 
-    /// Runs `f` with the wire state of QP `h` taken out. If the QP fails meanwhile, its wire state is cleared before it is put back.
+    /// Runs `f` with the wire state of QP `h` taken out. If the QP fails meanwhile, its wire state is cleared before it
+    /// is put back.
     fn with_wire<R>(&mut self, h: Handle<Qp>, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
         let q = self.objects.qps.get_mut(h)?;
         let mut w = match std::mem::take(&mut q.connection) {

@@ -4,12 +4,12 @@ use unirdma_formats::wire::{Aeth, AtomicEth, Extra, Op, Opcode, Packet, Part, Re
 use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, credits, psn_count, rnr_timer_ns, send_flags};
 use unirdma_mem::Fault;
 
-use super::inbox::FULL_NS;
-use crate::access::{Miss, local_side};
+use super::deferred_packets::FULL_NS;
+use crate::access::{NeedsJob, local_side};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::exec::{load, status_of_nak};
-use crate::job::{MAX_PAYLOAD, Made};
-use crate::objects::{Flight, Qp, Run, Wire, Work, transport_of};
+use crate::job::{JobResult, MAX_PAYLOAD};
+use crate::objects::{Flight, PacketRun, Qp, SendOp, Wire, transport_of};
 use crate::slab::Handle;
 
 /// Most WQEs of one QP that are under way at once.
@@ -28,7 +28,7 @@ const TAKEN_WITHIN_NS: u64 = 50_000_000;
 /// `span` packets from there on.
 pub(crate) fn request_packet(
     q: &Qp,
-    w: &Work,
+    w: &SendOp,
     psn: Psn,
     index: u32,
     packets: u32,
@@ -147,8 +147,8 @@ impl Core {
         let had = w.fetched.bytes(number, off);
         if let Err(miss) = self.net.tx.push(w.path, &head, len, |to| tables.load(local, off, to, had)) {
             let fault = match miss {
-                Miss::Fault(fault) => fault,
-                Miss::Job => self.fetch_payload(h, w, number, off)?,
+                NeedsJob::Fault(fault) => fault,
+                NeedsJob::Job => self.fetch_payload(h, w, number, off)?,
             };
             return self.lacks_payload(w, fault);
         }
@@ -194,16 +194,16 @@ impl Core {
         let (q, f) = (self.objects.qps.get(h)?, w.flight.get_mut(w.cursor)?);
         let may_be_sent = w.cc.packets.saturating_sub(w.next.since(w.una)).max(1);
         let bytes = (f.work.total - off).min(u64::from(may_be_sent) * u64::from(q.mtu)).min(MAX_PAYLOAD);
-        let from = (local_side(q, &f.work), q.memory, q.vnic);
-        let to = (&mut w.fetched, &self.objects.room(q.vnic));
+        let from = (local_side(q, &f.work), q.memory, q.vrnic);
+        let to = (&mut w.fetched, &self.objects.room(q.vrnic));
         match self.jobs.fetch(&self.objects.memory(), h, from, (number, off, bytes), to) {
-            Made::Job(_) => None,
-            Made::Full => {
+            JobResult::Job(_) => None,
+            JobResult::Full => {
                 f.work.stall.rest(self.now, FULL_NS);
                 None
             }
-            Made::Slow => Some(Fault::SourceMoves),
-            Made::Nothing(fault) => Some(fault),
+            JobResult::Slow => Some(Fault::SourceMoves),
+            JobResult::Nothing(fault) => Some(fault),
         }
     }
 
@@ -238,8 +238,8 @@ impl Core {
                 return false;
             }
         }
-        let vnic = q.vnic;
-        if !w.copies.may_grow(w.flight.len(), || self.objects.copies_room(vnic)) {
+        let vrnic = q.vrnic;
+        if !w.copies.may_grow(w.flight.len(), || self.objects.copies_room(vrnic)) {
             return false;
         }
         let mut work = self.objects.spare.work();
@@ -375,7 +375,7 @@ impl Core {
     }
 
     /// An ACK, NAK, READ response or atomic response.
-    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>) {
+    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, run: PacketRun<'_>) {
         let p = run.first;
         let psn = Psn::new(p.psn);
         // An answer to a packet that was answered before, or never sent, means nothing.
@@ -434,7 +434,7 @@ impl Core {
     }
 
     /// Data of a READ or atomic. It must be the next data that is missing.
-    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, run: Run<'_>) {
+    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, run: PacketRun<'_>) {
         let p = run.first;
         if !self.advance_to(h, w, psn) {
             return;
@@ -457,18 +457,18 @@ impl Core {
         }
         let (tables, to) = (self.objects.memory(), local_side(q, &f.work));
         let stored = match w.inbox.known() {
-            Some(done) => done.map(|_| ()).map_err(Miss::Fault),
+            Some(done) => done.map(|_| ()).map_err(NeedsJob::Fault),
             None => tables.store(to, off, data),
         };
         let stored = match stored {
             Ok(()) => Ok(()),
-            Err(Miss::Fault(fault)) => Err(fault),
-            Err(Miss::Job) => {
+            Err(NeedsJob::Fault(fault)) => Err(fault),
+            Err(NeedsJob::Job) => {
                 let (bytes, packets) = if op == WrOpcode::Read { run.within(f.work.total - off) } else { (data, 1) };
-                match self.jobs.store(&tables, h, (to, q.memory, q.vnic), off, &[bytes]) {
-                    Made::Job(number) => return w.inbox.wait(number, packets),
-                    Made::Full | Made::Slow => Err(Fault::DestinationMoves),
-                    Made::Nothing(fault) => Err(fault),
+                match self.jobs.store(&tables, h, (to, q.memory, q.vrnic), off, &[bytes]) {
+                    JobResult::Job(number) => return w.inbox.wait(number, packets),
+                    JobResult::Full | JobResult::Slow => Err(Fault::DestinationMoves),
+                    JobResult::Nothing(fault) => Err(fault),
                 }
             }
         };
@@ -479,7 +479,8 @@ impl Core {
                 self.answered(h, w, psn.advance(1));
             }
             Err(fault) if fault.passes() && f.work.stall.again(self.now).is_some() => {
-                // The response is treated as lost, and is asked for again when the memory can be reached. This counts as no timeout.
+                // The response is treated as lost, and is asked for again when the memory can be reached. This counts
+                // as no timeout.
                 w.recovering = true;
                 w.go_back(psn);
                 w.deadline = u64::MAX;

@@ -4,12 +4,12 @@ use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
 use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, Rkey, WrOpcode, access, credit_code, psn_count};
 use unirdma_mem::Fault;
 
-use super::inbox::{FULL_NS, later};
-use crate::access::{Miss, Side, recv_side, remote, remote_access};
+use super::deferred_packets::{FULL_NS, later};
+use crate::access::{NeedsJob, Side, recv_side, remote, remote_access};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request, check_form, word_of};
-use crate::job::{MAX_PAYLOAD, Made, Word};
-use crate::objects::{Answer, Message, Qp, Run, Wire, transport_of};
+use crate::job::{JobResult, MAX_PAYLOAD, Word};
+use crate::objects::{Answer, Message, PacketRun, Qp, Wire, transport_of};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
 
@@ -38,7 +38,7 @@ fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
 
 impl Core {
     /// A request came in.
-    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>) {
+    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, run: PacketRun<'_>) {
         let p = run.first;
         let Some(expected) = self.objects.qps.get(h).map(|q| q.rq_psn) else { return };
         if w.resp.failed {
@@ -94,10 +94,10 @@ impl Core {
         self.objects.count(h, |c| c.wire.send_rnr_err += 1);
     }
 
-    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>) -> Result<u32, Refusal> {
+    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, run: PacketRun<'_>) -> Result<u32, Refusal> {
         let p = run.first;
         let begins = !matches!(p.opcode.op, Op::Send(part) | Op::Write(part) if !part.begins());
-        if begins && w.resp.message.is_none() && !self.aim(h, p.srqn) {
+        if begins && w.resp.message.is_none() && !self.select_srq(h, p.srqn) {
             return Err(INVALID);
         }
         match p.opcode.op {
@@ -112,7 +112,7 @@ impl Core {
 
     /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or one that cannot be taken, is
     /// dropped, and the next message may begin at any PSN. False if the packet waits, and comes here once more.
-    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, expected: Psn) -> bool {
+    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, run: PacketRun<'_>, expected: Psn) -> bool {
         let p = run.first;
         let psn = Psn::new(p.psn);
         let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return true };
@@ -169,7 +169,7 @@ impl Core {
             Op::ReadRequest => {
                 let Some(q) = self.objects.qps.get(h) else { return };
                 let now = (q.pd, q.memory, q.srq, q.recv_cq);
-                if !self.aim(h, p.srqn) {
+                if !self.select_srq(h, p.srqn) {
                     return;
                 }
                 let Some(q) = self.objects.qps.get(h) else { return };
@@ -209,7 +209,7 @@ impl Core {
         if right_message && right_length { Ok(()) } else { Err(INVALID) }
     }
 
-    fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, part: Part) -> Result<u32, Refusal> {
+    fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, run: PacketRun<'_>, part: Part) -> Result<u32, Refusal> {
         let p = run.first;
         self.continues(h, w, p, part, true)?;
         if part.begins() {
@@ -266,7 +266,7 @@ impl Core {
         Ok(1)
     }
 
-    fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, part: Part) -> Result<u32, Refusal> {
+    fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, run: PacketRun<'_>, part: Part) -> Result<u32, Refusal> {
         let p = run.first;
         self.continues(h, w, p, part, false)?;
         let (va, rkey, len) = match w.resp.message {
@@ -314,13 +314,14 @@ impl Core {
         Ok(1)
     }
 
-    /// Stores the payload of the first packet of a run, or lets a job store as much of the run as the message has `room` for.
+    /// Stores the payload of the first packet of a run, or lets a job store as much of the run as the message has
+    /// `room` for.
     fn store(
         &mut self,
         h: Handle<Qp>,
         w: &mut Wire,
         to: To,
-        run: Run<'_>,
+        run: PacketRun<'_>,
         room: u64,
     ) -> Result<Result<(), Fault>, Refusal> {
         if let Some(done) = w.resp.inbox.known() {
@@ -334,10 +335,10 @@ impl Core {
         let (tables, got) = (self.objects.memory(), w.resp.got);
         Ok(match tables.store(to, got, run.first.payload) {
             Ok(()) => Ok(()),
-            Err(Miss::Fault(fault)) => Err(fault),
-            Err(Miss::Job) => {
+            Err(NeedsJob::Fault(fault)) => Err(fault),
+            Err(NeedsJob::Job) => {
                 let (bytes, packets) = run.within(room - got);
-                let made = self.jobs.store(&tables, h, (to, q.memory, q.vnic), got, &[bytes]);
+                let made = self.jobs.store(&tables, h, (to, q.memory, q.vrnic), got, &[bytes]);
                 Err(later(w, made, packets, self.now)?)
             }
         })
@@ -359,9 +360,9 @@ impl Core {
             Some(done) => done,
             None => match tables.word(to, word) {
                 Ok(found) => Ok(found),
-                Err(Miss::Fault(fault)) => Err(fault),
-                Err(Miss::Job) => {
-                    let made = self.jobs.word(&tables, [h, h], None, (to, q.memory, q.vnic), word);
+                Err(NeedsJob::Fault(fault)) => Err(fault),
+                Err(NeedsJob::Job) => {
+                    let made = self.jobs.word(&tables, [h, h], None, (to, q.memory, q.vrnic), word);
                     Err(later(w, made, 1, self.now)?)
                 }
             },
@@ -477,17 +478,17 @@ impl Core {
     fn fetch_answer(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<Fault> {
         let Some(&Answer::Read { va, rkey, len, done, of, .. }) = w.resp.answers.front() else { return None };
         let q = self.objects.qps.get(h)?;
-        let from = (Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va }, of.session, q.vnic);
+        let from = (Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va }, of.session, q.vrnic);
         let bytes = (len - done).min(MAX_PAYLOAD);
-        let to = (&mut w.resp.fetched, &self.objects.room(q.vnic));
+        let to = (&mut w.resp.fetched, &self.objects.room(q.vrnic));
         match self.jobs.fetch(&self.objects.memory(), h, from, (FRONT, done, bytes), to) {
-            Made::Job(_) => None,
-            Made::Full => {
+            JobResult::Job(_) => None,
+            JobResult::Full => {
                 w.resp.stall.rest(self.now, FULL_NS);
                 None
             }
-            Made::Slow => Some(Fault::SourceMoves),
-            Made::Nothing(fault) => Some(fault),
+            JobResult::Slow => Some(Fault::SourceMoves),
+            JobResult::Nothing(fault) => Some(fault),
         }
     }
 
@@ -540,8 +541,8 @@ impl Core {
                 let had = w.resp.fetched.bytes(FRONT, done);
                 let sent = match self.net.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to, had)) {
                     Ok(()) => Ok(()),
-                    Err(Miss::Fault(fault)) => Err(fault),
-                    Err(Miss::Job) => Err(self.fetch_answer(h, w)?),
+                    Err(NeedsJob::Fault(fault)) => Err(fault),
+                    Err(NeedsJob::Job) => Err(self.fetch_answer(h, w)?),
                 };
                 if w.resp.fetched.ends_at(FRONT, done + n) {
                     self.jobs.keep_buffer(w.resp.fetched.clear());

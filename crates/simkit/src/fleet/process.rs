@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use unirdma_fleet::v1::{self, from_host, to_host};
-use unirdma_fleet::{Actor, Centre, Desk, Outcome, Plan, Refusal, Write};
+use unirdma_fleet::{Actor, Centre, ChangeQueue, Outcome, Plan, Refusal, Write};
 
 use super::store::{Granted, LEASE_MS};
 use super::{Answer, EPOCH, Event, Question, World};
@@ -86,7 +86,7 @@ pub(super) struct Process {
     pub down_until: u64,
     pub centre: Option<Centre>,
     /// `Some` if `centre` is.
-    desk: Option<Desk>,
+    desk: Option<ChangeQueue>,
     pub peers: BTreeMap<u64, Peer>,
     lease: Option<Granted>,
     pending: Option<Pending>,
@@ -395,7 +395,12 @@ impl Job {
     }
 
     /// Plans the change.
-    fn plan(self, desk: &mut Desk, centre: &Centre, clock: u64) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
+    fn plan(
+        self,
+        desk: &mut ChangeQueue,
+        centre: &Centre,
+        clock: u64,
+    ) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
         let operator = Actor::centre();
         fn of<T>(outcome: Outcome<T>) -> Option<Plan> {
             outcome.plan

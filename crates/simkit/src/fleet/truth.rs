@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use unirdma_fleet::agent::{self, Key};
 use unirdma_fleet::v1::{self, item::Item, object::Object};
-use unirdma_fleet::{Actor, Centre, Desk, Write};
+use unirdma_fleet::{Actor, Centre, ChangeQueue, Write};
 use unirdma_policy::{Action, Party, Policy, Rule, Selector};
 
 /// The state of a host: items by their keys.
@@ -71,7 +71,7 @@ impl Place {
 /// A centre that receives each change at the moment it is committed.
 pub(super) struct Truth {
     pub centre: Centre,
-    desk: Desk,
+    desk: ChangeQueue,
     hosts: Vec<String>,
     /// For each host, its states in order, each with the first revision at which it is valid.
     history: Vec<Vec<(u64, Table)>>,

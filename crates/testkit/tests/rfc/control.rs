@@ -1,5 +1,5 @@
-//! Control commands: that each of R11 to R28 succeeds, and how it refuses a bad handle, a handle of another session, and
-//! more than there may be.
+//! Control commands: that each of R11 to R28 succeeds, and how it refuses a bad handle, a handle of another session,
+//! and more than there may be.
 
 use unirdma_abi::rfc::{self, Nothing};
 use unirdma_abi::{Command, Status};

@@ -36,15 +36,15 @@ impl Hosts {
         let mut rxe = Rxe::boot_alone(false)?;
         let here = rxe.netns().to_string();
         let netns = format!("{here}-other");
-        lab::ip(&format!("netns add {netns}"))?;
-        lab::ip(&format!("link add veth0 netns {here} type veth peer name veth0 netns {netns}"))?;
+        harness::ip(&format!("netns add {netns}"))?;
+        harness::ip(&format!("link add veth0 netns {here} type veth peer name veth0 netns {netns}"))?;
         for (n, address) in [(&here, TO_OTHER), (&netns, OTHER)] {
-            lab::ip(&format!("-n {n} addr add {address}/24 dev veth0"))?;
-            lab::ip(&format!("-n {n} link set veth0 up"))?;
+            harness::ip(&format!("-n {n} addr add {address}/24 dev veth0"))?;
+            harness::ip(&format!("-n {n} link set veth0 up"))?;
         }
-        lab::ip(&format!("-n {netns} link set lo up"))?;
-        lab::ip(&format!("-n {netns} route add {OURS} via {TO_OTHER}"))?;
-        lab::ip(&format!("-n {here} addr add 10.8.0.1/24 dev tap0"))?;
+        harness::ip(&format!("-n {netns} link set lo up"))?;
+        harness::ip(&format!("-n {netns} route add {OURS} via {TO_OTHER}"))?;
+        harness::ip(&format!("-n {here} addr add 10.8.0.1/24 dev tap0"))?;
         rxe.serve_beside(&format!("{REMOTE} default {OTHER}\n"), &[])?;
         let peers = std::env::temp_dir().join(format!("{netns}.peers"));
         std::fs::write(&peers, format!("{OURS} default {OURS}\n")).map_err(|e| e.to_string())?;
@@ -76,7 +76,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         self.other.stop_host();
-        let _ = lab::ip(&format!("netns del {}", self.netns));
+        let _ = harness::ip(&format!("netns del {}", self.netns));
         let _ = std::fs::remove_file(std::env::temp_dir().join(format!("{}.peers", self.netns)));
     }
 }

@@ -132,7 +132,7 @@ pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
     s.check("wrong_input: guest: memory that is not shared", |_| not_shared(prepared));
     s.check("wrong_input: guest: a second machine on one vRNIC", |_| two_machines(prepared));
     s.check("wrong_input: guest: a module without the headers of its kernel", |_| {
-        let dir = lab::root().join("guest/linux").display().to_string();
+        let dir = harness::root().join("guest/linux").display().to_string();
         let o = std::process::Command::new("make").args(["-C", &dir, "KDIR=/nonexistent"]).output();
         let text = o.map(|o| String::from_utf8_lossy(&o.stderr).into_owned()).map_err(|e| e.to_string())?;
         let line = "There are no headers of the kernel in /nonexistent: install them";

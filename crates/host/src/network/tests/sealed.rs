@@ -1,8 +1,8 @@
 //! Groups with a secret.
 
 use super::*;
+use crate::encryption::{GroupSecrets, Secret, Secrets, TAIL_BYTES, kind};
 use crate::network::SealedWith;
-use crate::seal::{GroupSecrets, Secret, Secrets, TAIL_BYTES, kind};
 use unirdma_rnic::Sealed;
 
 fn secret(n: u8) -> Secret {
@@ -222,7 +222,7 @@ fn nobody_without_the_secret_can_disagree_about_a_number() {
     let ([a, b, _], mut h0, mut h1) = sealed(67);
     let frame = frame([6, 0, 0, 0, 0, 1]);
     // An attacker announces another number, as a host with another peers file would.
-    let mut liar = crate::network::agree::Agreement::default();
+    let mut liar = crate::network::vni_agreement::Agreement::default();
     let mut members = Members::new("default", 9);
     members.hosts.insert(b);
     liar.set_groups([&members].into_iter(), 77);

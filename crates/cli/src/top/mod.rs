@@ -1,0 +1,249 @@
+//! `unirdma top`: the present activity of vRNICs.
+
+mod rates;
+mod screen;
+mod terminal;
+
+use std::fmt::Write as _;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use unirdma_host::Client;
+use unirdma_host::admin::{Request, Response};
+
+use rates::{Column, Row, Sample};
+use screen::View;
+use terminal::{Key, Terminal};
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  unirdma top                                  until q or Ctrl-C
+  unirdma top -d 5 --sort cpu                  every 5 seconds, who takes most time first
+  unirdma top --once                           one interval as a table
+  unirdma top --json -d 10 | jq .vrnics        and as JSON, of 10 seconds
+
+Keys: left and right choose the column that sorts, r reverses it; / filters by what is typed, in names of vRNICs and groups; space pauses;
+up, down, page up and page down scroll; h shows this; q ends.
+
+SENT and RECEIVED are payload bytes a second, SENDS and RECVS completed work requests a second. ERRORS counts, a second, requests that
+completed with an error and messages that were dropped. CPU is the time that the RNIC worked for the vRNIC, of one processor.";
+
+#[derive(Args)]
+pub(crate) struct TopArgs {
+    /// Seconds from one table to the next
+    #[arg(short = 'd', long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    delay: Duration,
+    /// Print the table of one interval and end
+    #[arg(long)]
+    once: bool,
+    /// Print one interval as JSON and end
+    #[arg(long)]
+    json: bool,
+    /// The column that sorts, largest first (names: first ones first)
+    #[arg(long, value_name = "COLUMN", default_value = "sent")]
+    sort: Column,
+    /// Only vRNICs whose name or group contains this
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    filter: String,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|s| (0.1..=3600.0).contains(s));
+    seconds.map(Duration::from_secs_f64).ok_or("give seconds from 0.1 to 3600".into())
+}
+
+pub(crate) fn run(dir: &Path, args: TopArgs) -> io::Result<()> {
+    if args.once || args.json {
+        return once(dir, &args);
+    }
+    let signals = crate::host::signals(&[
+        libc::SIGINT,
+        libc::SIGTERM,
+        libc::SIGHUP,
+        libc::SIGQUIT,
+        libc::SIGWINCH,
+        libc::SIGCONT,
+    ])?;
+    // Asks once before the terminal is taken, so that an error is printed at once.
+    let first = ask(&mut Client::connect(dir)?)?;
+    let terminal = Terminal::open()?;
+    watch(dir, args, first, &terminal, &signals)
+}
+
+fn ask(client: &mut Client) -> io::Result<Sample> {
+    match client.ask(&Request::VrnicList, None)? {
+        Response::Vrnics(vrnics) => Ok(Sample::new(Instant::now(), vrnics)),
+        _ => Err(io::Error::other("the virtual layer says something else than it was asked")),
+    }
+}
+
+fn once(dir: &Path, args: &TopArgs) -> io::Result<()> {
+    let mut client = Client::connect(dir)?;
+    let before = ask(&mut client)?;
+    std::thread::sleep(args.delay);
+    let after = ask(&mut client)?;
+    let mut rows = rates::rows(&before, &after);
+    rows.retain(|r| r.matches(&args.filter));
+    rates::sort(&mut rows, args.sort, false);
+    let text = if args.json {
+        let seconds = after.at.duration_since(before.at).as_secs_f64();
+        let rows: Vec<_> = rows.iter().map(Row::json).collect();
+        let all = serde_json::json!({ "interval_seconds": seconds, "vrnics": rows });
+        serde_json::to_string_pretty(&all)?
+    } else {
+        let head = Column::ALL.iter().map(|c| c.head().to_string()).collect();
+        let lines = rows.iter().map(|r| Column::ALL.iter().map(|&c| r.cell(c)).collect());
+        crate::print::table(&std::iter::once(head).chain(lines).collect::<Vec<Vec<String>>>())
+    };
+    crate::print::line(&text)
+}
+
+/// A message from the thread that asks the virtual layer.
+type News = io::Result<Sample>;
+
+/// Asks the virtual layer again and again, in a thread of its own so that a slow answer delays no key. Ends when the
+/// receiver is gone.
+fn read(dir: &Path, delay: Duration, news: &SyncSender<News>, wake: &OwnedFd) {
+    let mut client = None;
+    loop {
+        std::thread::sleep(delay);
+        let asked = match client.take() {
+            Some(c) => Ok(c),
+            None => Client::connect(dir),
+        };
+        let answer = asked.and_then(|mut c| Ok((ask(&mut c)?, c)));
+        let told = match answer {
+            Ok((sample, c)) => {
+                client = Some(c);
+                news.send(Ok(sample))
+            }
+            Err(e) => news.send(Err(e)),
+        };
+        if told.is_err() {
+            return;
+        }
+        let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+    }
+}
+
+fn watch(dir: &Path, args: TopArgs, first: Sample, terminal: &Terminal, signals: &OwnedFd) -> io::Result<()> {
+    let (sender, receiver) = sync_channel(1);
+    let wake = std::sync::Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let (theirs, place, delay) = (wake.clone(), dir.to_path_buf(), args.delay);
+    std::thread::Builder::new().name("read".into()).spawn(move || read(&place, delay, &sender, &theirs))?;
+    let mut view = View::new(args.sort, args.filter, args.delay);
+    let mut last = first;
+    loop {
+        terminal.draw(|width, height| view.lines(width, height))?;
+        let stdin = io::stdin();
+        let mut wait = [
+            PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut wait, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let came = wait.map(|w| w.revents());
+        if !came[1].is_empty() && ends(signals, terminal)? {
+            return Ok(());
+        }
+        if !came[2].is_empty() {
+            let _ = rustix::io::read(&*wake, &mut [0; 8]);
+            take(&receiver, &mut view, &mut last);
+        }
+        if !came[0].is_empty() {
+            let Some(keys) = terminal::keys(&stdin)? else { return Ok(()) };
+            for key in keys {
+                if key == Key::Interrupt || view.press(key) {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+/// Handles the messages that have come from the thread.
+fn take(receiver: &Receiver<News>, view: &mut View, last: &mut Sample) {
+    while let Ok(news) = receiver.try_recv() {
+        match news {
+            Ok(sample) => {
+                view.show(rates::rows(last, &sample));
+                *last = sample;
+            }
+            Err(e) => view.fail(&e),
+        }
+    }
+}
+
+/// Handles signals. Returns true if one of them ends the program.
+fn ends(signals: &OwnedFd, terminal: &Terminal) -> io::Result<bool> {
+    const SIZE: usize = size_of::<libc::signalfd_siginfo>();
+    let mut info = [0; SIZE];
+    while rustix::io::read(signals, &mut info).is_ok_and(|n| n == SIZE) {
+        match i32::from_ne_bytes([info[0], info[1], info[2], info[3]]) {
+            // The screen is drawn again in any case.
+            libc::SIGWINCH => {}
+            // The shell has had the terminal meanwhile.
+            libc::SIGCONT => terminal.take()?,
+            _ => return Ok(true),
+        }
+    }
+    Ok(false)
+}
+
+/// A number of at most 6 characters, with K, M, G or T for powers of 1000.
+fn short(n: f64) -> String {
+    let mut text = String::new();
+    let (mut n, mut unit) = (n, 0);
+    while n >= 999.95 && unit + 1 < UNITS.len() {
+        n /= 1000.0;
+        unit += 1;
+    }
+    let _ = match (n, unit) {
+        (0.0, _) => write!(text, "0"),
+        // A small rate must not look like none.
+        (n, 0) if n < 0.1 => write!(text, "<0.1"),
+        (n, 0) if n.fract() == 0.0 => write!(text, "{n}"),
+        _ => write!(text, "{n:.1}{}", UNITS[unit]),
+    };
+    text
+}
+
+const UNITS: [&str; 6] = ["", "K", "M", "G", "T", "P"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short_and_nothing_is_lost() {
+        for (n, text) in [
+            (0.0, "0"),
+            (0.01, "<0.1"),
+            (0.5, "0.5"),
+            (7.0, "7"),
+            (999.0, "999"),
+            (999.96, "1.0K"),
+            (1500.0, "1.5K"),
+            (2.5e9, "2.5G"),
+            (1e18, "1000.0P"),
+        ] {
+            assert_eq!(short(n), text);
+        }
+    }
+
+    #[test]
+    fn intervals_are_seconds() {
+        assert_eq!(interval("0.5"), Ok(Duration::from_millis(500)));
+        for bad in ["", "0", "-1", "x", "1e9", "nan", "inf"] {
+            assert!(interval(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! A host's side of the control centre. [`identity`] is this host's identity, [`dial`] connects to the centre, `talk`
+//! exchanges messages with it on a separate thread, and [`kept`] stores its updates on disk. The supervisor does the
+//! work that follows from the updates (`supervisor::fleet`); [`neighbours`] turns the centre's peers into changes of a
+//! [`crate::peer_source`].
+//!
+//! Nothing here is on the path of a packet. While the centre is unreachable, everything goes on, and a restarted host
+//! begins with the updates on disk.
+
+mod centre_peers;
+mod dial;
+mod identity;
+mod talk;
+#[cfg(test)]
+mod tests;
+mod update_log;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+use unirdma_device::lock;
+use unirdma_fleet::agent::Status;
+use unirdma_fleet::v1;
+
+pub(crate) use centre_peers::Neighbours;
+pub(crate) use identity::Identity;
+pub use identity::default_state;
+pub(crate) use talk::start;
+
+/// Time limit for the centre's answer to a request of this host's administrator.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Clocks that differ by more than this are reported as a problem.
+const CLOCKS_MS: i64 = 5_000;
+
+/// The fleet that this host belongs to.
+#[derive(Clone, Debug)]
+pub struct CentreConfig {
+    /// Such as `https://192.168.7.100:7471`; `http` only for this machine. URLs of several centres are separated by
+    /// commas.
+    pub url: String,
+    /// The token with which it joins. Needed only once.
+    pub token: Option<String>,
+    /// Its name in the fleet; `None`: the machine's name.
+    pub name: Option<String>,
+    /// The directory of its key, its certificate and the centre's updates.
+    pub state: PathBuf,
+}
+
+/// The control centre's state, for people.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct CentreInfo {
+    pub url: String,
+    /// This host's name in the fleet.
+    pub host: String,
+    pub connected: bool,
+    /// For how many seconds it has been connected, or not connected.
+    pub seconds: u64,
+    /// Why it is not connected.
+    pub why: String,
+    /// The revision in force. It counts changes of `fleet`.
+    pub revision: u64,
+    pub fleet: String,
+    /// This host's clock minus the centre's, if the centre has sent its time.
+    pub clock_ms: Option<i64>,
+    /// Deviations from the centre's state, a line each.
+    pub problems: Vec<String>,
+}
+
+/// State that the thread shares with other threads.
+#[derive(Default)]
+struct Shared {
+    status: Status,
+    clock_ms: Option<i64>,
+    /// Why the last update could not be written to disk.
+    disk: Option<String>,
+    /// The centre's vRNICs of this host.
+    vrnics: BTreeMap<String, v1::Vrnic>,
+}
+
+/// Channel for the answer to a request.
+type Answerer = std::sync::mpsc::SyncSender<Result<Option<v1::Vrnic>, String>>;
+
+/// A message to the thread.
+enum Order {
+    Ask(Box<v1::ask::Change>, Answerer),
+    /// A vRNIC unknown to the centre was removed.
+    Removed(String),
+    Stop,
+}
+
+/// The thread that talks to the centre.
+pub(crate) struct Centre {
+    url: String,
+    host: String,
+    orders: mpsc::UnboundedSender<Order>,
+    shared: Arc<Mutex<Shared>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Centre {
+    /// This host's name in the fleet.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The centre's description of a vRNIC of this host.
+    pub fn vrnic(&self, name: &str) -> Option<v1::Vrnic> {
+        lock(&self.shared).vrnics.get(name).cloned()
+    }
+
+    /// Asks the centre for a change, and waits until it is in force here.
+    ///
+    /// # Errors
+    /// One line: the centre's refusal, or that it is unreachable.
+    pub fn ask(&self, change: v1::ask::Change) -> Result<Option<v1::Vrnic>, String> {
+        let (answerer, answer) = std::sync::mpsc::sync_channel(1);
+        let gone = || "the thread that speaks with the control centre has ended".to_string();
+        self.orders.send(Order::Ask(Box::new(change), answerer)).map_err(|_| gone())?;
+        match answer.recv_timeout(PATIENCE) {
+            Ok(answer) => answer,
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(gone()),
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => Err(format!(
+                "the control centre has not answered for {} s; `unirdma vrnic ls` shows whether it was done",
+                PATIENCE.as_secs()
+            )),
+        }
+    }
+
+    /// Reports the removal of a vRNIC that the centre does not know.
+    pub fn removed(&self, name: &str) {
+        let _ = self.orders.send(Order::Removed(name.into()));
+    }
+
+    /// The control centre's state.
+    pub fn info(&self) -> CentreInfo {
+        let s = lock(&self.shared);
+        let mut problems = s.status.problems.clone();
+        problems.extend(s.disk.clone());
+        if let Some(ms) = s.clock_ms.filter(|ms| ms.abs() > CLOCKS_MS) {
+            let (by, how) = (ms.abs() / 1000, if ms > 0 { "ahead of" } else { "behind" });
+            problems.push(format!("this host's clock is {by} s {how} the control centre's; set one of them right"));
+        }
+        CentreInfo {
+            url: self.url.clone(),
+            host: self.host.clone(),
+            connected: s.status.connected,
+            seconds: s.status.for_ms / 1000,
+            why: s.status.why.clone(),
+            revision: s.status.revision,
+            fleet: s.status.fleet.clone(),
+            clock_ms: s.clock_ms,
+            problems,
+        }
+    }
+
+    /// Ends the thread.
+    pub fn stop(&self) {
+        let _ = self.orders.send(Order::Stop);
+        if let Some(t) = lock(&self.thread).take() {
+            let _ = t.join();
+        }
+    }
+}
