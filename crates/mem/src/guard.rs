@@ -3,9 +3,9 @@
 //!
 //! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the fault up there
 //! and puts memory of our own under the *whole* range, so that one range faults once, whatever its pages are, and
-//! mappings become fewer and not more. That memory belongs to a file made beforehand, in which each address has its own place: the mapping
-//! counts against no limit of memory, and threads that fault at the same time put the same bytes there. Then the range
-//! is broken, and [`events`] says that one is. Any other SIGBUS takes its default course.
+//! mappings become fewer and not more. That memory belongs to a file made beforehand, in which each address has its own
+//! place: the mapping counts against no limit of memory, and threads that fault at the same time put the same bytes
+//! there. Then the range is broken, and [`events`] says that one is. Any other SIGBUS takes its default course.
 //!
 //! A hole for which there is room is filled by the handler ([`crate::holes`]), and nothing breaks.
 
