@@ -508,8 +508,8 @@ impl Moved {
                             let meets = p.end() == off && p.place.at + p.place.len == at;
                             meets && p.prot == v.prot() && p.place.shadow != 0
                         });
-                        // SAFETY: the shadow of a part, or the end of one.
                         let longer = |p: &Part| {
+                            // SAFETY: the shadow of a part, or the end of one.
                             unsafe { page_move::lengthen(p.place.shadow, p.place.len, len) }.map(|s| (s, len))
                         };
                         if let Some(p) = before

@@ -270,7 +270,6 @@ impl Flight {
 }
 
 /// [`Wire::patience`] with a host that says what it takes. A host whose processes get no core for half a second is
-
 /// not flooded.
 const PATIENCE: u8 = 10;
 
