@@ -2,6 +2,7 @@
 
 mod attacks;
 mod changes;
+mod documents;
 mod etcd;
 mod guest;
 mod kernel;
@@ -937,6 +938,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     captures(&mut s);
     losses(&mut s);
     changes::run(&mut s);
+    documents::run(&mut s);
     watching::run(&mut s);
     etcd::run(&mut s);
     page::run(&mut s);
