@@ -13,7 +13,7 @@ const WIDTH: usize = 120;
 /// Comment lines with words of the patterns in [`DIALECT`], at most: some are right where they stand.
 const MAX_DIALECT_LINES: usize = 40;
 /// Functions whose error is a `String`, at most: those at the edge, where the text is for people.
-const MAX_STRING_ERRORS: usize = 145;
+const MAX_STRING_ERRORS: usize = 138;
 
 static DIALECT: LazyLock<Regex> = LazyLock::new(|| {
     let words = r"\bso (many|long|much)\b|\bfor so\b|\bthat of\b|\bthose of\b|\bthe one that\b|\b[Ww]hoever\b|\bas far as\b|\bkeen\b|\bzeal|\bin vain\b|\bmute[sd]?\b";
@@ -32,7 +32,6 @@ const HARMLESS_CIRCLES: &[(&str, &str)] = &[
     ("crates/rnic/src/job/", "a job and its end are one thing in two files"),
     ("crates/driver/src/", "the control queue is a part of the context; memory management needs both"),
     ("crates/fleet/src/", "the state, and what is implemented for it in files of its own"),
-    ("crates/host/src/engine/", "the policy, the loop and the sleep of pollers are one thing in three files"),
     // To be removed.
     ("crates/control/src/", "`Shared` holds what takes `&Shared`"),
     ("crates/host/src/", "messages lie with their first user"),

@@ -40,7 +40,7 @@ const FRAME: usize = 5;
 /// Longest name of a host.
 const MAX_NAME: usize = 64;
 
-/// The most memory that a message may take once it is decoded, bytes: see [`weight`].
+/// The most memory that a message may take once it is decoded, bytes: see [`message_cost`].
 const MAX_WEIGHT: usize = 64 << 20;
 
 /// Time limit for reading a body.

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 use unirdma_fleet::v1::centres_client::CentresClient;
 use unirdma_fleet::v1::fleet_client::FleetClient;
 use unirdma_fleet::v1::hosts_client::HostsClient;
-use unirdma_fleet::{Actor, ChangeQueue, Outcome, Refusal, v1};
+use unirdma_fleet::{Actor, Outcome, Planner, Refusal, v1};
 
 use crate::shared::{Shared, now_ms};
 
@@ -30,8 +30,8 @@ pub(crate) trait Call: Clone + Send + Sync + 'static {
     /// the centre itself. A caller without a valid token gets a refusal at once.
     fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal>;
 
-    /// Executes the call at this centre's desk.
-    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    /// Executes the call at this centre's planner.
+    fn make(self, shared: &Shared, planner: &mut Planner, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
 
     /// Sends the call to the centre that allocates.
     async fn pass_on(self, channel: Channel) -> Result<Response<Self::Answer>, Status>;
@@ -61,13 +61,7 @@ pub(crate) struct ByToken<R> {
 pub(crate) trait OperatorCall: Clone + Send + Sync + 'static {
     type Answer: Send + 'static;
     fn may_repeat(&self) -> bool;
-    fn make(
-        self,
-        shared: &Shared,
-        d: &mut ChangeQueue,
-        who: &Actor,
-        now: u64,
-    ) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(self, shared: &Shared, d: &mut Planner, who: &Actor, now: u64) -> Result<Outcome<Self::Answer>, Refusal>;
     async fn send(client: FleetClient<Channel>, request: Request<Self>) -> Result<Response<Self::Answer>, Status>;
 }
 
@@ -84,9 +78,9 @@ impl<R: OperatorCall> Call for ByToken<R> {
         Ok((!actor.is_admin()).then(|| format!("token {}", actor.who())))
     }
 
-    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
-        let actor = desk.actor(&self.token, now)?;
-        self.request.make(shared, desk, &actor, now)
+    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
+        let actor = planner.actor(&self.token, now)?;
+        self.request.make(shared, planner, &actor, now)
     }
 
     async fn pass_on(self, channel: Channel) -> Result<Response<R::Answer>, Status> {
@@ -112,8 +106,8 @@ macro_rules! wishes {
                 repeat(self)
             }
 
-            fn make(self, s: &Shared, d: &mut ChangeQueue, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
-                let make: fn(Self, &Shared, &mut ChangeQueue, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
+            fn make(self, s: &Shared, d: &mut Planner, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
+                let make: fn(Self, &Shared, &mut Planner, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
                 make(self, s, d, who, now)
             }
 
@@ -136,13 +130,13 @@ wishes! {
 fn create_token(
     r: v1::CreateTokenRequest,
     shared: &Shared,
-    desk: &mut ChangeQueue,
+    planner: &mut Planner,
     who: &Actor,
     now: u64,
 ) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
     let mut random = [0; 32];
     getrandom::fill(&mut random).map_err(|e| Refusal::unavailable(format_args!("there are no random bytes: {e}")))?;
-    let mut made = desk.create_token(who, r.token.unwrap_or_default(), random, shared, now)?;
+    let mut made = planner.create_token(who, r.token.unwrap_or_default(), random, shared, now)?;
     let joins = made.answer.token.as_ref().is_some_and(|t| t.role() == v1::Role::Join);
     if let Some(authority) = shared.authority.as_ref().filter(|_| joins) {
         // The pin lets the joining host authenticate the centre.
@@ -183,14 +177,14 @@ impl Call for v1::JoinRequest {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
+    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
         // The certificate is made first, so that an invalid certificate request uses up no token. If the token is
         // refused, the certificate is dropped.
         let answer = match &shared.authority {
             Some(a) => v1::JoinResponse { certificate: a.host(&self.host, &self.request)?, authority: a.pem().into() },
             None => v1::JoinResponse::default(),
         };
-        let joined = desk.join(secret_of(&self.token), &self.host, shared, now)?;
+        let joined = planner.join(secret_of(&self.token), &self.host, shared, now)?;
         Ok(Outcome { plan: joined.plan, answer })
     }
 
@@ -211,8 +205,8 @@ impl Call for v1::HostHello {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
-        let made = desk.announce(&self.host, &self.hello.unwrap_or_default(), shared, now);
+    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
+        let made = planner.announce(&self.host, &self.hello.unwrap_or_default(), shared, now);
         Ok(Outcome { plan: made.plan, answer: v1::HostAnnounced { refused: made.answer } })
     }
 
@@ -235,8 +229,8 @@ impl Call for v1::HostAsk {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
-        let made = desk.ask(&self.host, self.ask.unwrap_or_default(), shared, now)?;
+    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
+        let made = planner.ask(&self.host, self.ask.unwrap_or_default(), shared, now)?;
         Ok(Outcome { plan: made.plan, answer: v1::HostReply { reply: Some(made.answer) } })
     }
 

@@ -163,7 +163,8 @@ impl Connection {
     async fn announce(&mut self, hello: &mut Option<v1::HostHello>) -> Result<(), End> {
         let Some(announced) = hello.take() else { return Ok(()) };
         let (host, asked) = (self.host.clone(), announced.hello.clone().unwrap_or_default());
-        let looked = self.shared.at_desk(move |shared, desk| desk.announce(&host, &asked, &**shared, now_ms()));
+        let looked =
+            self.shared.with_planner(move |shared, planner| planner.announce(&host, &asked, &**shared, now_ms()));
         let looked = self.meanwhile(tokio::time::timeout(ANNOUNCE, looked)).await?;
         let same = looked.ok().and_then(Result::ok).filter(|made| made.plan.is_none()).map(|made| made.answer);
         let refused = match same {

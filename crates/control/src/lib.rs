@@ -117,9 +117,9 @@ async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> 
     let fleet: String = number[..8].iter().map(|b| format!("{b:02x}")).collect();
     let records = Centre::found(&fleet);
     store.commit(1, &records).await.map_err(other)?;
-    let (centre, mut desk) = Centre::load(1, &records, seed()?).map_err(other)?;
+    let (centre, mut planner) = Centre::load(1, &records, seed()?).map_err(other)?;
     let token = v1::Token { id: "admin".into(), role: v1::Role::Admin.into(), ..v1::Token::default() };
-    let made = desk.create_token(&Actor::centre(), token, random, &centre, shared::now_ms()).map_err(other)?;
+    let made = planner.create_token(&Actor::centre(), token, random, &centre, shared::now_ms()).map_err(other)?;
     if let Some(plan) = made.plan {
         store.commit(plan.revision, &plan.writes).await.map_err(other)?;
     }

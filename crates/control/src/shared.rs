@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tonic::Status;
-use unirdma_fleet::{Actor, Centre, ChangeQueue, Facts, News, Outcome, Plan, Refusal, Write, v1};
+use unirdma_fleet::{Actor, Centre, Facts, News, Outcome, Plan, Planner, Refusal, Write, v1};
 
 use crate::admit::UnderWay;
 use crate::calls::{self, Call};
@@ -55,7 +55,7 @@ pub(crate) enum Role {
 pub struct Shared {
     centre: Mutex<Centre>,
     /// Prepares changes and applies them to the state. Long work is done here, while the state can be read.
-    desk: Arc<tokio::sync::Mutex<ChangeQueue>>,
+    planner: Arc<tokio::sync::Mutex<Planner>>,
     /// A turn is held from the look at the state until the change is applied, so there is one plan at a time.
     turns: Arc<Turns>,
     pub(crate) store: Opened,
@@ -114,7 +114,7 @@ pub(crate) fn elsewhere() -> Status {
 impl Shared {
     /// A centre with this state and store, which other centres reach at `url`.
     pub fn new(
-        (centre, desk): (Centre, ChangeQueue),
+        (centre, planner): (Centre, Planner),
         store: Opened,
         authority: Option<Authority>,
         url: String,
@@ -124,7 +124,7 @@ impl Shared {
         let tls = authority.as_ref().map(Authority::client).transpose()?;
         Ok(Arc::new(Shared {
             centre: Mutex::new(centre),
-            desk: Arc::new(tokio::sync::Mutex::new(desk)),
+            planner: Arc::new(tokio::sync::Mutex::new(planner)),
             turns: Arc::default(),
             store,
             authority,
@@ -240,17 +240,17 @@ impl Shared {
         self.allocates() || !behind() || self.wait_for(hello.revision, BEHIND).await || self.allocates()
     }
 
-    /// Runs a function at the desk, on a thread that may block.
-    pub(crate) async fn at_desk<T: Send + 'static>(
+    /// Runs a function at the planner, on a thread that may block.
+    pub(crate) async fn with_planner<T: Send + 'static>(
         self: &Arc<Self>,
-        f: impl FnOnce(&Arc<Shared>, &mut ChangeQueue) -> T + Send + 'static,
+        f: impl FnOnce(&Arc<Shared>, &mut Planner) -> T + Send + 'static,
     ) -> Result<T, Refusal> {
-        let (shared, mut desk) = (self.clone(), self.desk.clone().lock_owned().await);
+        let (shared, mut planner) = (self.clone(), self.planner.clone().lock_owned().await);
         let done = tokio::task::spawn_blocking(move || {
-            while !desk.is_ready() {
+            while !planner.is_ready() {
                 std::thread::sleep(READING);
             }
-            f(&shared, &mut desk)
+            f(&shared, &mut planner)
         });
         done.await.map_err(cut_off)
     }
@@ -271,7 +271,7 @@ impl Shared {
             if !shared.allocates() {
                 return Err(NotMade::Elsewhere);
             }
-            let outcome = shared.at_desk(move |shared, desk| call.make(shared, desk, now_ms())).await??;
+            let outcome = shared.with_planner(move |shared, planner| call.make(shared, planner, now_ms())).await??;
             if let Some(plan) = outcome.plan {
                 let begun = std::time::Instant::now();
                 shared.keep(plan).await?;
@@ -306,12 +306,12 @@ impl Shared {
 
     /// Applies a change that the store has already. False if changes before it are missing.
     pub(crate) async fn adopt(self: &Arc<Self>, revision: u64, writes: Vec<Write>) -> Result<bool, Refusal> {
-        self.at_desk(move |shared, desk| {
+        self.with_planner(move |shared, planner| {
             let has = shared.centre().revision();
             match revision.checked_sub(has) {
                 Some(1) => {
-                    let news = desk.commit(revision, &writes)?;
-                    shared.publish(desk, news);
+                    let news = planner.commit(revision, &writes)?;
+                    shared.publish(planner, news);
                     Ok(true)
                 }
                 None | Some(0) => Ok(true),
@@ -323,19 +323,19 @@ impl Shared {
 
     /// Replaces the state by a snapshot of the store.
     pub(crate) async fn catch_up(self: &Arc<Self>, snapshot: Snapshot) -> Result<(), Refusal> {
-        self.at_desk(move |shared, desk| {
-            let news = desk.catch_up(snapshot.revision, &snapshot.records)?;
-            shared.publish(desk, news);
+        self.with_planner(move |shared, planner| {
+            let news = planner.catch_up(snapshot.revision, &snapshot.records)?;
+            shared.publish(planner, news);
             Ok(())
         })
         .await?
     }
 
-    /// Publishes the changes made at the desk, and wakes hosts and watchers.
-    fn publish(&self, desk: &mut ChangeQueue, news: News) {
+    /// Publishes the changes made at the planner, and wakes hosts and watchers.
+    fn publish(&self, planner: &mut Planner, news: News) {
         let (hosts, revision) = {
             let mut centre = self.centre();
-            (centre.publish(desk, news), centre.revision())
+            (centre.publish(planner, news), centre.revision())
         };
         self.tell(&hosts, revision);
     }
@@ -470,8 +470,8 @@ impl Call for Due {
         Ok(None)
     }
 
-    fn make(self, shared: &Shared, desk: &mut ChangeQueue, now: u64) -> Result<Outcome<()>, Refusal> {
-        Ok(Outcome { plan: desk.tick(shared, now), answer: () })
+    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<()>, Refusal> {
+        Ok(Outcome { plan: planner.tick(shared, now), answer: () })
     }
 
     async fn pass_on(self, _: tonic::transport::Channel) -> Result<tonic::Response<()>, Status> {

@@ -8,7 +8,7 @@ use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, MAX_BURIED, OpenXrcd, Rnic, SrqAttr, SrqInfo};
+use unirdma_rnic::{Backing, CreateQp, MAX_TORN_DOWN, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::memory_lookup::{Begun, Found, MemoryLookup, Outcome, PAGE, refused};
@@ -59,7 +59,7 @@ impl<'a> Turn<'a> {
         self.guard.get_or_insert_with(|| {
             loop {
                 let mut rnic = self.device.rnic.lock();
-                if !rnic.bury_of(self.device.identity.vrnic, MAX_BURIED) {
+                if !rnic.tear_down_of(self.device.identity.vrnic, MAX_TORN_DOWN) {
                     return rnic;
                 }
             }
@@ -165,8 +165,8 @@ impl Device {
         }
     }
 
-    /// Finds the memory that a command names: takes it from `outcome` if an errand has found it, else searches now.
-    /// `None` if no search is needed.
+    /// Finds the memory that a command names: takes it from `outcome` if a background lookup has found it, else
+    /// searches now. `None` if no search is needed.
     ///
     /// # Errors
     /// The search itself, if it is a long one.
@@ -186,11 +186,11 @@ impl Device {
         }
     }
 
-    /// The result of an errand, if the memory regions that it found still exist. The errand's time is charged to the
-    /// vRNIC.
+    /// The result of a background lookup, if the memory regions that it found still exist. The time that it took is
+    /// charged to the vRNIC.
     fn take_outcome(&self, outcome: Outcome) -> Answer<Found> {
         self.rnic.lock().charge_command(self.session, outcome.took_ns);
-        self.errand_ns.fetch_add(outcome.took_ns, Ordering::Relaxed);
+        self.lookup_ns.fetch_add(outcome.took_ns, Ordering::Relaxed);
         if let Ok(Found::Memory(_, regions)) = &outcome.found {
             let there: BTreeSet<u64> = self.memory.regions().iter().map(|r| r.id).collect();
             if !regions.iter().all(|id| there.contains(id)) {
@@ -421,7 +421,7 @@ impl Device {
     }
 
     fn destroy_pd(&self, rnic: &mut Turn<'_>, r: abi::HandleReq) -> Answer<Nothing> {
-        while self.rnic.lock().remove_nulls(self.session, r.handle, MAX_BURIED) {}
+        while self.rnic.lock().remove_nulls(self.session, r.handle, MAX_TORN_DOWN) {}
         done(rnic.taken().destroy_pd(self.session, r.handle))
     }
 

@@ -24,7 +24,7 @@ use unirdma_abi as abi;
 use unirdma_link::{BlockingFd, Handler, Ledger, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
-use unirdma_rnic::{MAX_BURIED, Resolve, SessionId, VrnicId};
+use unirdma_rnic::{MAX_TORN_DOWN, Resolve, SessionId, VrnicId};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::IntoBytes;
@@ -34,7 +34,7 @@ use rfc::Rfc;
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use limits::KeptByRnic;
 pub use log_limit::LogLimit;
-pub use memory_lookup::DeferredCommand;
+pub use memory_lookup::BackgroundLookup;
 pub use net::{NET_TX, NetDevice, NetFrontend};
 pub use rnic_lock::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
@@ -95,7 +95,7 @@ enum Served {
     Answered(u32),
     /// As `Answered`, but the response must be held back.
     Held(u32),
-    /// The command waits for an errand, and is executed again afterwards.
+    /// The command waits for a background lookup, and is executed again afterwards.
     Left,
 }
 
@@ -123,8 +123,8 @@ pub trait Pollers: Send + Sync {
     /// For a bounded time, executes the work for which [`unirdma_rnic::Core::is_behind`] is true.
     fn catch_up(&self, s: SessionId, qpn: Option<u32>);
 
-    /// Runs `errand` of session `s` of `vrnic` on another thread, and then has [`Device::serve_control`] called.
-    fn do_errand(&self, vrnic: VrnicId, s: SessionId, errand: DeferredCommand);
+    /// Runs `lookup` of session `s` of `vrnic` on another thread, and then has [`Device::serve_control`] called.
+    fn run_in_background(&self, vrnic: VrnicId, s: SessionId, lookup: BackgroundLookup);
 }
 
 /// The device as one session sees it.
@@ -147,10 +147,10 @@ pub struct Device {
     /// A command that was executed but not answered, because jobs still access the memory that it releases: the head of
     /// its descriptor chain, and the length of its response.
     held: Option<(u16, u32)>,
-    /// The errand of the command at the head of the queue.
+    /// The background lookup of the command at the head of the queue.
     pending: Option<Pending>,
-    /// Time spent in errands and not yet returned by [`Device::take_errand_ns`], ns.
-    errand_ns: AtomicU64,
+    /// Time spent in background lookups and not yet returned by [`Device::take_lookup_ns`], ns.
+    lookup_ns: AtomicU64,
     /// Kicks of the control queue are suppressed.
     control_quiet: bool,
     events: Arc<EventQueues>,
@@ -206,7 +206,7 @@ impl Device {
             control_channel: None,
             held: None,
             pending: None,
-            errand_ns: AtomicU64::new(0),
+            lookup_ns: AtomicU64::new(0),
             control_quiet: false,
             events: Arc::new(events),
             pollers,
@@ -254,7 +254,7 @@ impl Device {
     /// Called when the session is about to end: stops its activity in small steps, and gives the RNIC back between
     /// them.
     pub(crate) fn quiesce(&self) {
-        while self.rnic.lock().quiesce_session(self.session, MAX_BURIED) {}
+        while self.rnic.lock().quiesce_session(self.session, MAX_TORN_DOWN) {}
     }
 
     /// Sets the channel by which the control queue is kicked and called from now on.
@@ -262,9 +262,9 @@ impl Device {
         self.control_channel = channel;
     }
 
-    /// Time spent in errands since the last call, ns.
-    pub fn take_errand_ns(&self) -> u64 {
-        self.errand_ns.swap(0, Ordering::Relaxed)
+    /// Time spent in background lookups since the last call, ns.
+    pub fn take_lookup_ns(&self) -> u64 {
+        self.lookup_ns.swap(0, Ordering::Relaxed)
     }
 
     /// Executes waiting control commands, at most [`MAX_TURN`]; true if there were any. In the RFC mode it also serves
@@ -383,9 +383,9 @@ impl Device {
         let (response, command) = match reply {
             Reply::Now(response, command) => (response, command),
             Reply::After(search) => {
-                let (pending, errand) = Pending::new(&request[..n], search);
+                let (pending, lookup) = Pending::new(&request[..n], search);
                 self.pending = Some(pending);
-                self.pollers.do_errand(self.identity.vrnic, self.session, errand);
+                self.pollers.run_in_background(self.identity.vrnic, self.session, lookup);
                 return Served::Left;
             }
         };
@@ -496,7 +496,7 @@ impl Handler for Device {
         // Kicks are enabled, since the next server of the queue may wait for them.
         self.listen();
         self.pause();
-        // The command that waits for an errand is the first one when the queue is started again.
+        // The command that waits for a background lookup is the first one when the queue is started again.
         self.pending = None;
         let mut queue = self.control.take()?;
         let held = self.held.take().filter(|_| !self.rnic.lock().is_delayed(self.session));

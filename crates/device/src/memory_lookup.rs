@@ -1,5 +1,5 @@
 //! Finding and mapping the memory that a command names. A list may have 2^20 pages, and mapping many pieces takes one
-//! system call for each, so a long search is an [`DeferredCommand`]: another thread does it while the control thread
+//! system call for each, so a long search is a [`BackgroundLookup`]: another thread does it while the control thread
 //! serves other sessions.
 //!
 //! A search reads its list once. Its only side effect is on the account of its vRNIC, which is undone when a result is
@@ -232,7 +232,7 @@ pub(crate) enum Begun {
     Long(MemoryLookup),
 }
 
-/// State shared by the session and the thread that runs its errand.
+/// State shared by the session and the thread that runs its background lookup.
 #[derive(Default)]
 struct Course {
     /// The list is being read.
@@ -242,24 +242,24 @@ struct Course {
     outcome: Mutex<Option<Outcome>>,
 }
 
-/// Outcome of an errand.
+/// Outcome of a background lookup.
 pub(crate) struct Outcome {
     pub found: Result<Found, Status>,
-    /// Time that the errand took, ns.
+    /// Time that the lookup took, ns.
     pub took_ns: u64,
 }
 
 /// A long search, to be run on another thread. The session's control queue waits for it.
-pub struct DeferredCommand {
+pub struct BackgroundLookup {
     search: MemoryLookup,
     course: Arc<Course>,
 }
 
-impl DeferredCommand {
+impl BackgroundLookup {
     /// Runs the search. Afterwards the session's control queue must be served.
     pub fn run(self) {
         let began = now_ns();
-        let DeferredCommand { mut search, course } = self;
+        let BackgroundLookup { mut search, course } = self;
         let is_cancelled = || course.is_cancelled.load(Ordering::SeqCst);
         course.reads.store(true, Ordering::SeqCst);
         let read = if is_cancelled() { Ok(()) } else { search.read() };
@@ -271,7 +271,7 @@ impl DeferredCommand {
     }
 }
 
-/// The session's handle on an errand. Dropping it cancels the errand.
+/// The session's handle on a background lookup. Dropping it cancels the lookup.
 pub(crate) struct Pending {
     /// The request that needs the search.
     pub request: Vec<u8>,
@@ -279,9 +279,9 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    pub fn new(request: &[u8], search: MemoryLookup) -> (Self, DeferredCommand) {
+    pub fn new(request: &[u8], search: MemoryLookup) -> (Self, BackgroundLookup) {
         let course: Arc<Course> = Arc::default();
-        (Pending { request: request.into(), course: course.clone() }, DeferredCommand { search, course })
+        (Pending { request: request.into(), course: course.clone() }, BackgroundLookup { search, course })
     }
 
     pub fn is_over(&self) -> bool {
@@ -293,7 +293,7 @@ impl Pending {
         lock(&self.course.outcome).take()
     }
 
-    /// Cancels the errand. Returns true if the errand does not read the session's memory from now on.
+    /// Cancels the lookup. Returns true if it does not read the session's memory from now on.
     pub fn cancel(&self) -> bool {
         self.course.is_cancelled.store(true, Ordering::SeqCst);
         !self.course.reads.load(Ordering::SeqCst)

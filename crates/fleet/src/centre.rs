@@ -1,6 +1,6 @@
 //! The control centre as a state machine: the state that is read, and the reports of hosts.
 //!
-//! *Changes* are prepared at a [`ChangeQueue`]; [`Centre::publish`] publishes one.
+//! *Changes* are prepared at a [`Planner`]; [`Centre::publish`] publishes one.
 //!
 //! *Hosts* are handled by [`Centre::hello`], [`Centre::applied`] and [`Centre::report`]. [`Centre::lacking`] computes
 //! the updates of a host from the revision that it has. No update waits in a queue, so a host that does not read costs
@@ -15,11 +15,11 @@ use std::sync::Arc;
 use rand_chacha::ChaCha20Rng;
 use rand_chacha::rand_core::SeedableRng;
 
-use crate::change_queue::{ChangeQueue, Facts, Given, MAX_LOG, News};
 use crate::error::Refusal;
 use crate::host_view::{HostView, Key, Keys};
 use crate::liveness::Live;
 use crate::model::{Kind, MAX_APPLY};
+use crate::planner::{Facts, Given, MAX_LOG, News, Planner};
 use crate::queries::Seen;
 use crate::records::{self, Write};
 use crate::state::{Name, State};
@@ -101,11 +101,11 @@ impl Facts for Centre {
 
 impl Centre {
     /// A centre with the content of a store: its records, and the number of changes that made them. Also returns the
-    /// desk for its changes.
+    /// planner for its changes.
     ///
     /// # Errors
     /// A record is damaged, or of another version.
-    pub fn load(revision: u64, records: &[Write], seed: [u8; 32]) -> Result<(Centre, ChangeQueue), Refusal> {
+    pub fn load(revision: u64, records: &[Write], seed: [u8; 32]) -> Result<(Centre, Planner), Refusal> {
         let mut state = State { revision, ..State::default() };
         state.take(records.iter().map(records::read).collect::<Result<Vec<_>, _>>()?)?;
         if state.fleet.is_empty() {
@@ -119,8 +119,8 @@ impl Centre {
             changes: VecDeque::new(),
             changes_floor: revision,
         };
-        let desk = ChangeQueue { state, behind: None, rng: ChaCha20Rng::from_seed(seed), given: Given::default() };
-        Ok((centre, desk))
+        let planner = Planner { state, behind: None, rng: ChaCha20Rng::from_seed(seed), given: Given::default() };
+        Ok((centre, planner))
     }
 
     /// The records of a new fleet.
@@ -144,11 +144,11 @@ impl Centre {
         self.state.hosts.contains_key(name)
     }
 
-    /// Publishes a change made at the desk. Returns the hosts that it concerns.
-    pub fn publish(&mut self, desk: &mut ChangeQueue, news: News) -> Vec<Name> {
-        let new = Arc::new(std::mem::take(&mut desk.state));
+    /// Publishes a change made at the planner. Returns the hosts that it concerns.
+    pub fn publish(&mut self, planner: &mut Planner, news: News) -> Vec<Name> {
+        let new = Arc::new(std::mem::take(&mut planner.state));
         let old = std::mem::replace(&mut self.state, new);
-        desk.behind = Some((old, news.revision, news.records));
+        planner.behind = Some((old, news.revision, news.records));
         news.homeless.iter().for_each(|name| self.live.forget_vrnic(name));
         self.changes.extend(news.changes.into_iter().map(|c| (news.revision, c)));
         while self.changes.len() > MAX_CHANGES {
@@ -170,10 +170,10 @@ impl Centre {
     /// Applies a change that is in the store, to both copies of the state.
     ///
     /// # Errors
-    /// As [`ChangeQueue::commit`].
-    pub fn commit(&mut self, desk: &mut ChangeQueue, revision: u64, writes: &[Write]) -> Result<Vec<Name>, Refusal> {
-        let news = desk.commit(revision, writes)?;
-        Ok(self.publish(desk, news))
+    /// As [`Planner::commit`].
+    pub fn commit(&mut self, planner: &mut Planner, revision: u64, writes: &[Write]) -> Result<Vec<Name>, Refusal> {
+        let news = planner.commit(revision, writes)?;
+        Ok(self.publish(planner, news))
     }
 
     /// Drops log entries up to a revision that a host has put in force, because the host will hardly ask for them

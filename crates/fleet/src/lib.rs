@@ -19,12 +19,12 @@ pub mod v1 {
 mod apply;
 mod audit;
 mod centre;
-mod change_queue;
 mod error;
 mod host_view;
 mod liveness;
 mod model;
 mod net;
+mod planner;
 mod queries;
 mod records;
 mod secrets;
@@ -33,13 +33,13 @@ mod tokens;
 mod transaction;
 
 pub use centre::{Centre, Lacking};
-pub use change_queue::{ChangeQueue, Facts, News, Outcome};
 #[cfg(any(feature = "client", feature = "server"))]
 pub use error::said;
 pub use error::{Kind as RefusalKind, Refusal, root_cause};
 pub use liveness::{Figures, Greeted, PROTOCOL, SILENCE_MS};
 pub use model::{Kind, Limit, MAX_APPLY, RULES, VRNICS, WATCHERS};
 pub use net::{Net, address};
+pub use planner::{Facts, News, Outcome, Planner};
 pub use queries::Seen;
 pub use records::Write;
 pub use secrets::STEP_DEADLINE_MS;

@@ -4,9 +4,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::change_queue::{Facts, Given};
 use crate::error::Refusal;
 use crate::model::{Kind, MAX_APPLY};
+use crate::planner::{Facts, Given};
 use crate::records::{self, Write};
 use crate::state::{Kept, Name, SecretName, State};
 use crate::tokens::Actor;

@@ -6,14 +6,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use unirdma_fleet::agent::Agent;
 use unirdma_fleet::v1::{self, item::Item, object::Object};
-use unirdma_fleet::{Actor, Centre, ChangeQueue, Outcome, Plan, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
+use unirdma_fleet::{Actor, Centre, Outcome, Plan, Planner, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
 
 const NOW: u64 = 1_800_000_000_000;
 
 /// A centre with its store, and hosts that apply their updates.
 struct World {
     centre: Centre,
-    desk: ChangeQueue,
+    planner: Planner,
     store: BTreeMap<String, Vec<u8>>,
     hosts: BTreeMap<String, Told>,
     admin: Actor,
@@ -84,8 +84,8 @@ impl World {
     fn new(hosts: &[&str]) -> World {
         let store: BTreeMap<String, Vec<u8>> =
             Centre::found("f").into_iter().filter_map(|w| w.value.map(|v| (w.key, v))).collect();
-        let (centre, desk) = Centre::load(1, &records(&store), [7; 32]).unwrap();
-        let mut w = World { centre, desk, store, hosts: BTreeMap::new(), admin: Actor::centre(), now: NOW };
+        let (centre, planner) = Centre::load(1, &records(&store), [7; 32]).unwrap();
+        let mut w = World { centre, planner, store, hosts: BTreeMap::new(), admin: Actor::centre(), now: NOW };
         for h in hosts {
             w.apply([v1::Host { name: h.to_string(), ..Default::default() }]).unwrap();
             w.hosts.insert(h.to_string(), Told::default());
@@ -107,13 +107,13 @@ impl World {
                 None => drop(self.store.remove(&w.key)),
             }
         }
-        self.centre.commit(&mut self.desk, plan.revision, &plan.writes).unwrap();
-        assert!(self.desk.is_ready());
+        self.centre.commit(&mut self.planner, plan.revision, &plan.writes).unwrap();
+        assert!(self.planner.is_ready());
     }
 
     fn apply_as(&mut self, actor: &Actor, request: v1::ApplyRequest) -> Result<v1::ApplyResponse, Refusal> {
         let before = self.all();
-        match self.desk.apply(actor, request, &self.centre, self.now) {
+        match self.planner.apply(actor, request, &self.centre, self.now) {
             Ok(done) => {
                 if done.plan.is_none() {
                     assert_eq!(self.all(), before);
@@ -138,7 +138,7 @@ impl World {
         let names = vec![v1::Name { kind: kind.into(), name: name.into() }];
         let admin = self.admin.clone();
         let done =
-            self.desk.delete(&admin, &v1::DeleteRequest { names, force, dry_run: false }, &self.centre, self.now)?;
+            self.planner.delete(&admin, &v1::DeleteRequest { names, force, dry_run: false }, &self.centre, self.now)?;
         Ok(self.keep(done))
     }
 
@@ -288,7 +288,7 @@ fn hosts_learn_of_what_they_have_and_no_more() {
     assert_eq!(counts["h3"], 0, "it does not concern h3");
     let request = v1::MoveRequest { vrnic: "a".into(), host: "h3".into() };
     let admin = w.admin.clone();
-    let moved = w.desk.move_vrnic(&admin, &request, &w.centre, w.now).unwrap();
+    let moved = w.planner.move_vrnic(&admin, &request, &w.centre, w.now).unwrap();
     w.keep(moved);
     w.tell();
     assert!(w.sees("h1").is_empty(), "{:?}", w.sees("h1"));
@@ -309,7 +309,7 @@ fn a_host_learns_of_a_group_whose_vrnics_come_and_go_in_one_change() {
     assert_eq!(w.sees("h1"), ["group blue", "peer far", "place h2", "secret blue  1", "vrnic a", "vrnic b"]);
     let names = ["a", "b"].map(|n| v1::Name { kind: v1::Kind::Vrnic.into(), name: n.into() }).to_vec();
     let request = v1::DeleteRequest { names, ..Default::default() };
-    let done = w.desk.delete(&w.admin.clone(), &request, &w.centre, NOW).unwrap();
+    let done = w.planner.delete(&w.admin.clone(), &request, &w.centre, NOW).unwrap();
     w.keep(done);
     w.tell();
     assert!(w.sees("h1").is_empty(), "{:?}", w.sees("h1"));
@@ -367,21 +367,21 @@ fn a_secret_is_introduced_in_steps() {
     let (one, pair) = (("secret blue  1".to_owned(), true), ("secret blue red 1".to_owned(), true));
     assert_eq!(sent(&w, "h2"), [one.clone(), pair.clone()]);
     let admin = w.admin.clone();
-    let done = w.desk.rotate(&admin, "blue", &w.centre, w.now).unwrap();
+    let done = w.planner.rotate(&admin, "blue", &w.centre, w.now).unwrap();
     assert_eq!(w.keep(done).id, 2);
     w.tell();
     assert_eq!(sent(&w, "h1")[..2], [one, ("secret blue  2".into(), false)]);
     refused(
-        w.desk.rotate(&admin, "blue", &w.centre, w.now).map(|o| o.answer),
+        w.planner.rotate(&admin, "blue", &w.centre, w.now).map(|o| o.answer),
         RefusalKind::Conflict,
         "introduced already",
     );
-    assert_eq!(w.desk.tick(&w.centre, w.now), None, "no host has put it in force");
+    assert_eq!(w.planner.tick(&w.centre, w.now), None, "no host has put it in force");
     let applied = |w: &mut World, hosts: &[&str]| {
         for h in hosts {
             w.centre.applied(h, &v1::Applied { revision: w.centre.revision(), problems: vec![] }, w.now);
         }
-        let plan = w.desk.tick(&w.centre, w.now);
+        let plan = w.planner.tick(&w.centre, w.now);
         w.keep_plan(plan);
         w.tell();
     };
@@ -400,7 +400,7 @@ fn a_secret_is_introduced_in_steps() {
 
 fn token(w: &mut World, token: v1::Token) -> String {
     let admin = w.admin.clone();
-    let made = w.desk.create_token(&admin, token, [9; 32], &w.centre, w.now).unwrap();
+    let made = w.planner.create_token(&admin, token, [9; 32], &w.centre, w.now).unwrap();
     w.keep(made).secret
 }
 
@@ -473,7 +473,7 @@ fn tokens_reach_as_far_as_their_roles() {
     assert_eq!((sees(&tenant), sees(&w.admin)), (3, 7));
     refused(w.centre.audit(&tenant, v1::AuditRequest::default()), Denied, "may not see the audit log");
     refused(
-        w.desk
+        w.planner
             .move_vrnic(&tenant, &v1::MoveRequest { vrnic: "r".into(), host: "h1".into() }, &w.centre, w.now)
             .map(|o| o.answer),
         NotFound,
@@ -487,18 +487,22 @@ fn tokens_reach_as_far_as_their_roles() {
         "token t expired at 2027-01-15 08:01:00 UTC; the centre's clock says 2027-01-15 08:01:00 UTC",
     );
     refused(w.centre.actor("t.00", w.now), Unknown, "not known");
-    refused(w.desk.join(&secret, "h9", &w.centre, w.now).map(|o| o.answer), Denied, "lets no host join");
+    refused(w.planner.join(&secret, "h9", &w.centre, w.now).map(|o| o.answer), Denied, "lets no host join");
     let join = token(
         &mut w,
         v1::Token { id: "j".into(), role: v1::Role::Join.into(), host: "h2".into(), ..Default::default() },
     );
     refused(w.centre.actor(&join, w.now), Denied, "lets a host join, and no more");
-    refused(w.desk.join(&join, "h3", &w.centre, w.now).map(|o| o.answer), Denied, "token j is for host h2, not for h3");
-    let joined = w.desk.join(&join, "h2", &w.centre, w.now).unwrap();
+    refused(
+        w.planner.join(&join, "h3", &w.centre, w.now).map(|o| o.answer),
+        Denied,
+        "token j is for host h2, not for h3",
+    );
+    let joined = w.planner.join(&join, "h2", &w.centre, w.now).unwrap();
     w.keep(joined);
-    refused(w.desk.join(&join, "h2", &w.centre, w.now).map(|o| o.answer), Unknown, "not known");
+    refused(w.planner.join(&join, "h2", &w.centre, w.now).map(|o| o.answer), Unknown, "not known");
     let any = token(&mut w, v1::Token { role: v1::Role::Join.into(), ..Default::default() });
-    refused(w.desk.join(&any, "h2", &w.centre, w.now).map(|o| o.answer), Conflict, "there is a host h2 already");
+    refused(w.planner.join(&any, "h2", &w.centre, w.now).map(|o| o.answer), Conflict, "there is a host h2 already");
     let audit = w.centre.audit(&w.admin, v1::AuditRequest::default()).unwrap().entries;
     assert!(
         audit
@@ -520,7 +524,7 @@ fn hosts_bring_what_their_administrators_made() {
         ..Default::default()
     };
     assert_eq!(w.centre.hello("h1", &hello, w.now).unwrap().told, None);
-    let announced = w.desk.announce("h1", &hello, &w.centre, w.now);
+    let announced = w.planner.announce("h1", &hello, &w.centre, w.now);
     let refusals = w.keep(announced);
     assert!(refusals.len() == 1 && refusals[0].contains("there is no group nowhere"), "{refusals:?}");
     let a = w.vrnic("a");
@@ -535,21 +539,21 @@ fn hosts_bring_what_their_administrators_made() {
     refused(w.centre.hello("h1", &v1::Hello { protocol: 2, ..hello.clone() }, w.now), Invalid, "update the older one");
     let ask = |change| v1::Ask { id: 3, change: Some(change) };
     let put = |v: v1::Vrnic| ask(v1::ask::Change::Put(v));
-    let done = w.desk.ask("h2", put(vrnic("c", "default", "", &[])), &w.centre, w.now).unwrap();
+    let done = w.planner.ask("h2", put(vrnic("c", "default", "", &[])), &w.centre, w.now).unwrap();
     assert_eq!(w.keep(done).vrnic.unwrap().ips, ["10.77.0.2/16"]);
     refused(
-        w.desk.ask("h2", put(vrnic("a", "default", "", &[])), &w.centre, w.now).map(|o| o.answer),
+        w.planner.ask("h2", put(vrnic("a", "default", "", &[])), &w.centre, w.now).map(|o| o.answer),
         Conflict,
         "the name is not free",
     );
     refused(
-        w.desk.ask("h2", ask(v1::ask::Change::Remove("a".into())), &w.centre, w.now).map(|o| o.answer),
+        w.planner.ask("h2", ask(v1::ask::Change::Remove("a".into())), &w.centre, w.now).map(|o| o.answer),
         NotFound,
         "no vRNIC a on host h2",
     );
     w.apply([v1::Host { name: "h2".into(), may_add: Some(false), ..Default::default() }]).unwrap();
     refused(
-        w.desk.ask("h2", put(vrnic("d", "default", "", &[])), &w.centre, w.now).map(|o| o.answer),
+        w.planner.ask("h2", put(vrnic("d", "default", "", &[])), &w.centre, w.now).map(|o| o.answer),
         Denied,
         "may_add = false",
     );
@@ -568,7 +572,7 @@ fn hosts_bring_what_their_administrators_made() {
     );
     let admin = w.admin.clone();
     refused(
-        w.desk
+        w.planner
             .move_vrnic(&admin, &v1::MoveRequest { vrnic: "m".into(), host: "h2".into() }, &w.centre, w.now)
             .map(|o| o.answer),
         Conflict,
@@ -582,12 +586,12 @@ fn hosts_bring_what_their_administrators_made() {
     // A vRNIC that the host has received and does not announce any more is removed. One that it has not received yet
     // stays, as if the centre that made it had died before it told the host.
     let heard = w.centre.revision();
-    let done = w.desk.ask("h1", put(vrnic("late", "default", "", &[])), &w.centre, w.now).unwrap();
+    let done = w.planner.ask("h1", put(vrnic("late", "default", "", &[])), &w.centre, w.now).unwrap();
     w.keep(done);
     hello.vrnics.clear();
     w.centre.goodbye("h1", 5, w.now);
     for (revision, left) in [(0, ["a", "late"].as_slice()), (heard, &["late"]), (heard + 9, &[])] {
-        let announced = w.desk.announce("h1", &v1::Hello { revision, ..hello.clone() }, &w.centre, w.now);
+        let announced = w.planner.announce("h1", &v1::Hello { revision, ..hello.clone() }, &w.centre, w.now);
         w.keep(announced);
         let all = w.all();
         let has = |name: &&&str| all.iter().any(|o| matches!(&o.object, Some(Object::Vrnic(v)) if v.name == **name));
@@ -680,7 +684,7 @@ fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets
     assert!(w.centre.updates("h1", Some(told + 99))[0].whole);
     // The backup does not contain b, and the centre uses the same revision for another change.
     let later = w.centre.revision();
-    (w.centre, w.desk) = Centre::load(backup.0, &backup.1, [1; 32]).unwrap();
+    (w.centre, w.planner) = Centre::load(backup.0, &backup.1, [1; 32]).unwrap();
     w.store = backup.1.into_iter().map(|r| (r.key, r.value.unwrap())).collect();
     w.apply([vrnic("c", "default", "h1", &[])]).unwrap();
     assert_eq!(w.centre.revision(), later);
@@ -778,13 +782,14 @@ fn a_change_among_many_costs_what_it_touches() {
             .map(|n| vrnic(&format!("v{n}"), &format!("g{}", n % 200), &format!("h{}", n % 4), &[]));
         let objects = all.map(|v| v1::Object { object: Some(v.into()), revision: 0 }).collect();
         let admin = w.admin.clone();
-        let done = w.desk.apply(&admin, v1::ApplyRequest { objects, ..Default::default() }, &w.centre, w.now).unwrap();
+        let done =
+            w.planner.apply(&admin, v1::ApplyRequest { objects, ..Default::default() }, &w.centre, w.now).unwrap();
         w.keep(done);
     }
     w.tell();
     let admin = w.admin.clone();
     let moved = w
-        .desk
+        .planner
         .move_vrnic(&admin, &v1::MoveRequest { vrnic: "v4".into(), host: "h3".into() }, &w.centre, w.now)
         .unwrap();
     assert!(moved.plan.as_ref().is_some_and(|p| p.writes.len() == 2), "the vRNIC and the audit log");
@@ -855,20 +860,20 @@ impl World {
             }
             Op::Move { n, host } => {
                 let request = v1::MoveRequest { vrnic: format!("v{n}"), host: format!("h{host}") };
-                if let Ok(done) = self.desk.move_vrnic(&admin, &request, &self.centre, self.now) {
+                if let Ok(done) = self.planner.move_vrnic(&admin, &request, &self.centre, self.now) {
                     self.keep(done);
                 }
             }
             Op::Ask { host, n, group } => {
                 let put = v1::ask::Change::Put(vrnic(&format!("v{n}"), &format!("g{group}"), "", &[]));
                 if let Ok(done) =
-                    self.desk.ask(&format!("h{host}"), v1::Ask { id: 1, change: Some(put) }, &self.centre, self.now)
+                    self.planner.ask(&format!("h{host}"), v1::Ask { id: 1, change: Some(put) }, &self.centre, self.now)
                 {
                     self.keep(done);
                 }
             }
             Op::Rotate { group } => {
-                if let Ok(done) = self.desk.rotate(&admin, &format!("g{group}"), &self.centre, self.now) {
+                if let Ok(done) = self.planner.rotate(&admin, &format!("g{group}"), &self.centre, self.now) {
                     self.keep(done);
                 }
             }
@@ -881,7 +886,7 @@ impl World {
                         self.now,
                     );
                 }
-                let plan = self.desk.tick(&self.centre, self.now);
+                let plan = self.planner.tick(&self.centre, self.now);
                 self.keep_plan(plan);
             }
             Op::Tell => drop(self.tell()),

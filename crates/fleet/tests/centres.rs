@@ -1,21 +1,21 @@
 //! Several centres of one fleet, which follow the same store and exchange the reports of their hosts.
 
-use unirdma_fleet::{Actor, Centre, ChangeQueue, Outcome, RefusalKind, Write, v1};
+use unirdma_fleet::{Actor, Centre, Outcome, Planner, RefusalKind, Write, v1};
 
 const NOW: u64 = 1_800_000_000_000;
 
 /// Centres that commit the same changes, with their store.
 struct Fleet {
     centres: Vec<Centre>,
-    desks: Vec<ChangeQueue>,
+    planners: Vec<Planner>,
     records: std::collections::BTreeMap<String, Vec<u8>>,
 }
 
 impl Fleet {
     fn new(n: u8) -> Fleet {
         let records = Centre::found("f");
-        let (centres, desks) = (0..n).map(|i| Centre::load(1, &records, [i; 32]).unwrap()).unzip();
-        let mut fleet = Fleet { centres, desks, records: Default::default() };
+        let (centres, planners) = (0..n).map(|i| Centre::load(1, &records, [i; 32]).unwrap()).unzip();
+        let mut fleet = Fleet { centres, planners, records: Default::default() };
         fleet.keep(&records);
         for h in ["h1", "h2"] {
             fleet.apply(v1::Host { name: h.into(), ..Default::default() });
@@ -36,11 +36,11 @@ impl Fleet {
     fn apply(&mut self, object: impl Into<v1::object::Object>) {
         let objects = vec![v1::Object { object: Some(object.into()), revision: 0 }];
         let request = v1::ApplyRequest { objects, ..Default::default() };
-        let done = self.desks[0].apply(&Actor::centre(), request, &self.centres[0], NOW).unwrap();
+        let done = self.planners[0].apply(&Actor::centre(), request, &self.centres[0], NOW).unwrap();
         let plan = done.plan.unwrap();
         self.keep(&plan.writes);
-        for (centre, desk) in self.centres.iter_mut().zip(&mut self.desks) {
-            centre.commit(desk, plan.revision, &plan.writes).unwrap();
+        for (centre, planner) in self.centres.iter_mut().zip(&mut self.planners) {
+            centre.commit(planner, plan.revision, &plan.writes).unwrap();
         }
     }
 
@@ -74,27 +74,27 @@ impl Fleet {
 fn a_list_makes_a_follower_what_the_changes_would_have_made_it() {
     let mut fleet = Fleet::new(1);
     let (old, at) = (fleet.list(), fleet.centres[0].revision());
-    let (mut late, mut desk) = Centre::load(at, &old, [7; 32]).unwrap();
+    let (mut late, mut planner) = Centre::load(at, &old, [7; 32]).unwrap();
     fleet.apply(v1::Group { name: "blue".into(), secret: true, ..Default::default() });
     fleet.apply(v1::Vrnic { name: "w".into(), group: "blue".into(), host: "h1".into(), ..Default::default() });
     let names = vec![v1::Name { kind: v1::Kind::Vrnic.into(), name: "v".into() }];
     let gone = v1::DeleteRequest { names, ..Default::default() };
-    let Outcome { plan, .. } = fleet.desks[0].delete(&Actor::centre(), &gone, &fleet.centres[0], NOW).unwrap();
+    let Outcome { plan, .. } = fleet.planners[0].delete(&Actor::centre(), &gone, &fleet.centres[0], NOW).unwrap();
     let plan = plan.unwrap();
     fleet.keep(&plan.writes);
-    fleet.centres[0].commit(&mut fleet.desks[0], plan.revision, &plan.writes).unwrap();
+    fleet.centres[0].commit(&mut fleet.planners[0], plan.revision, &plan.writes).unwrap();
     let list = fleet.list();
-    let news = desk.catch_up(plan.revision, &list).unwrap();
-    let news = late.publish(&mut desk, news);
+    let news = planner.catch_up(plan.revision, &list).unwrap();
+    let news = late.publish(&mut planner, news);
     assert!(news.iter().any(|h| &**h == "h1"));
     let all = |c: &Centre| c.get(&Actor::centre(), &v1::GetRequest::default(), NOW).unwrap();
     assert_eq!(all(&late), all(&fleet.centres[0]));
     assert_eq!(late.updates("h1", None), fleet.centres[0].updates("h1", None));
-    let again = desk.catch_up(plan.revision, &list).unwrap();
-    assert!(late.publish(&mut desk, again).is_empty());
+    let again = planner.catch_up(plan.revision, &list).unwrap();
+    assert!(late.publish(&mut planner, again).is_empty());
     // A store with an older revision, and a store of another fleet.
-    assert!(desk.catch_up(at, &old).err().unwrap().what.contains("it was replaced; start this centre anew"));
-    assert!(desk.catch_up(99, &Centre::found("other")).is_err());
+    assert!(planner.catch_up(at, &old).err().unwrap().what.contains("it was replaced; start this centre anew"));
+    assert!(planner.catch_up(99, &Centre::found("other")).is_err());
 }
 
 #[test]
@@ -113,12 +113,12 @@ fn what_hosts_say_to_one_centre_the_others_know() {
     // A centre passes on only reports of hosts that are connected to itself.
     assert_eq!(fleet.centres[0].live_since(0, NOW).1, v1::LiveNews::default());
     let to_h2 = v1::MoveRequest { vrnic: "v".into(), host: "h2".into() };
-    let e = fleet.desks[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).unwrap_err();
+    let e = fleet.planners[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).unwrap_err();
     assert!(e.what.contains("2 programs use it on host h1"), "{e}");
     fleet.centres[0].lose_centre("centre1");
     assert!(!fleet.state(0, "h1").connected);
     assert!(
-        fleet.desks[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).is_err(),
+        fleet.planners[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).is_err(),
         "its programs still run"
     );
 }

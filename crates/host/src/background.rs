@@ -1,6 +1,6 @@
-//! The clerk: a thread that runs the errands of sessions ([`DeferredCommand`]) for the control thread. It is started on
-//! demand, and ends a second after its last errand. vRNICs take turns, so a vRNIC with many errands delays another
-//! one's errand by at most one of its own.
+//! A thread that runs the background lookups of sessions ([`BackgroundLookup`]) for the control thread. It is started
+//! on demand, and ends a second after its last background lookup. vRNICs take turns, so a vRNIC with many background
+//! lookups delays another one's by at most one of its own.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -8,28 +8,28 @@ use std::ops::Bound;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use unirdma_device::{DeferredCommand, lock};
+use unirdma_device::{BackgroundLookup, lock};
 use unirdma_rnic::{SessionId, VrnicId};
 
 use crate::confine::{self, Kind};
 
-/// Time for which the thread waits for another errand.
+/// Time for which the thread waits for another background lookup.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// Called after each errand, with its session.
+/// Called after each background lookup, with its session.
 type Tell = Box<dyn Fn(SessionId) + Send + Sync>;
 
-/// The thread's queue of errands.
+/// The thread's queue of background lookups.
 pub(crate) struct Background {
-    state: Mutex<State<(SessionId, DeferredCommand)>>,
+    state: Mutex<State<(SessionId, BackgroundLookup)>>,
     work: Condvar,
     tell: Tell,
 }
 
-/// Waiting errands by vRNIC.
+/// Waiting background lookups by vRNIC.
 struct State<T, K = VrnicId> {
     waiting: BTreeMap<K, VecDeque<T>>,
-    /// The vRNIC whose errand was taken last.
+    /// The vRNIC whose background lookup was taken last.
     last: Option<K>,
     /// The thread exists.
     runs: bool,
@@ -42,17 +42,17 @@ impl<T, K> Default for State<T, K> {
 }
 
 impl<T, K: Ord + Copy> State<T, K> {
-    /// The next errand: of the vRNIC that follows the last one.
+    /// The next background lookup: of the vRNIC that follows the last one.
     fn next(&mut self) -> Option<T> {
         let after = self.last.and_then(|last| self.waiting.range((Bound::Excluded(last), Bound::Unbounded)).next());
         let vrnic = *after.or_else(|| self.waiting.iter().next())?.0;
         self.last = Some(vrnic);
         let lane = self.waiting.get_mut(&vrnic)?;
-        let errand = lane.pop_front();
+        let lookup = lane.pop_front();
         if lane.is_empty() {
             self.waiting.remove(&vrnic);
         }
-        errand
+        lookup
     }
 }
 
@@ -61,18 +61,18 @@ impl Background {
         Arc::new(Background { state: Mutex::default(), work: Condvar::new(), tell })
     }
 
-    /// Queues an errand. `tell` is called when it is done. If no thread can be started, the errand is run at once.
-    pub fn take(self: &Arc<Self>, vrnic: VrnicId, session: SessionId, errand: DeferredCommand) {
+    /// Queues a background lookup. `tell` is called when it is done. If no thread can be started, it is run at once.
+    pub fn take(self: &Arc<Self>, vrnic: VrnicId, session: SessionId, lookup: BackgroundLookup) {
         let mut state = lock(&self.state);
-        state.waiting.entry(vrnic).or_default().push_back((session, errand));
+        state.waiting.entry(vrnic).or_default().push_back((session, lookup));
         self.work.notify_one();
         if state.runs {
             return;
         }
         state.runs = self.start().is_ok();
         if !state.runs {
-            while let Some((session, errand)) = state.next() {
-                errand.run();
+            while let Some((session, lookup)) = state.next() {
+                lookup.run();
                 (self.tell)(session);
             }
         }
@@ -90,9 +90,9 @@ impl Background {
     fn run(&self) {
         let mut state = lock(&self.state);
         loop {
-            if let Some((session, errand)) = state.next() {
+            if let Some((session, lookup)) = state.next() {
                 drop(state);
-                errand.run();
+                lookup.run();
                 (self.tell)(session);
                 state = lock(&self.state);
                 continue;

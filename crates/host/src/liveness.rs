@@ -61,9 +61,9 @@ impl Heartbeat {
     }
 }
 
-/// A poller's seat, which one thread has at a time.
+/// A poller's slot, which one thread has at a time.
 #[derive(Default)]
-struct WatchedThread {
+struct PollerSlot {
     /// Number of the thread that has it.
     holder: AtomicU64,
     /// Runs while that thread does a job that may be slow.
@@ -75,7 +75,7 @@ struct WatchedThread {
 /// State that the watcher of a worker checks.
 #[derive(Default)]
 pub(crate) struct Liveness {
-    seats: Vec<WatchedThread>,
+    seats: Vec<PollerSlot>,
     pub control: CachePadded<Heartbeat>,
     pub switch: CachePadded<Heartbeat>,
     /// There are sessions.
@@ -87,7 +87,7 @@ pub(crate) struct Liveness {
 
 impl Liveness {
     pub fn new(pollers: usize) -> Self {
-        Liveness { seats: (0..pollers).map(|_| WatchedThread::default()).collect(), ..Liveness::default() }
+        Liveness { seats: (0..pollers).map(|_| PollerSlot::default()).collect(), ..Liveness::default() }
     }
 
     /// Gives a seat to a thread that is about to start. Returns that thread's number.

@@ -3,7 +3,7 @@
 //!
 //! A container's interface is a descriptor that reads and writes whole frames (a tap, or a packet socket on one end of
 //! a veth pair). A virtual machine's interface is a virtio device of this process. A frame is dropped if it has other
-//! addresses than its vRNIC (`guard`), or if it comes from another host and claims addresses of a vRNIC here.
+//! addresses than its vRNIC (`anti_spoof`), or if it comes from another host and claims addresses of a vRNIC here.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,7 +27,7 @@ use crate::network::{Changes, Plan};
 use crate::rule_filter::{End, Filter};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
-/// The way to an interface.
+/// How frames get to an interface.
 enum Route {
     Container(OwnedFd),
     Machine(Arc<NetDevice>),

@@ -7,20 +7,20 @@
 //! Its modules, in layers. Each imports only from modules that are named before it; methods of `Core` are called from
 //! any layer below `core`.
 //!
-//! * `slab`, `random`, `path`, `tx`, `pace`, `budget`, `stall`, `attr`: tables with handles, random numbers, paths to
+//! * `slab`, `random`, `path`, `tx`, `pace`, `budget`, `backoff`, `attr`: tables with handles, random numbers, paths to
 //!   hosts, packets to send, rate limits, time budgets, intervals between tries, the table of QP transitions;
 //! * `objects`: the objects, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, use
 //!   counts, quotas;
-//! * `access`: from keys to memory; `sched`, `polled`, `job`, `multicast`, `capture`, `net`, `output`: the order of
-//!   turns, polled doorbell pages, copies made without holding the RNIC, group members, captured packets, routes,
+//! * `access`: from keys to memory; `sched`, `doorbell_poll`, `job`, `multicast`, `capture`, `net`, `output`: the order
+//!   of turns, polled doorbell pages, copies made without holding the RNIC, group members, captured packets, routes,
 //!   events; `executor`: a trait, to which the modules below leave the work of QPs;
 //! * `core`: the struct that holds all these;
-//! * `complete` (completions, events, failures), `pacing`, `reroute` (destinations of connections), `reach` (rules);
-//!   `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: connections to other hosts, with a
-//!   requester and a responder; `datagram`: unreliable datagrams, local and remote; `tapping`: captures packets;
-//!   `move_to_wire`: moves connections within a host to the wire;
-//! * `commands`, `vrnics`, `sessions`, `pause`: the control path; `burial`: frees dead objects; `arrivals`: receives
-//!   packets; `turns`: rounds and turns;
+//! * `complete` (completions, events, failures), `pacing`, `reroute` (destinations of connections), `policy_check`
+//!   (rules); `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: connections to other hosts,
+//!   with a requester and a responder; `datagram`: unreliable datagrams, local and remote; `capture_points`: captures
+//!   packets; `to_wire`: moves connections within a host to the wire;
+//! * `commands`, `vrnics`, `sessions`, `pause`: the control path; `teardown`: frees dead objects; `rx`: receives
+//!   packets; `round`: rounds and turns;
 //! * `software`: the executor that does all work in this process;
 //! * `cm`: connection management, which sends and receives messages, and moves no QP; `rnic`: the core with connection
 //!   management; `record`: a vRNIC as data, saved and restored.
@@ -100,5 +100,5 @@ pub use path::{Arrival, Path, Route, WireDrops};
 pub use random::{Rng, Seed};
 pub use record::{Attach, Attached, Flaw, Object, Record, RecordError, RestoreError, Way, What};
 pub use rnic::Rnic;
-pub use teardown::MAX_BURIED;
+pub use teardown::MAX_TORN_DOWN;
 pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Sealed, Tx, TxPacket};

@@ -1,15 +1,15 @@
 //! Ends many objects at once: a session with all its objects, or a memory region with the MRs in it. Look-ups find a
-//! dead object no more from that moment on. The objects are freed afterwards, [`MAX_BURIED`] each time that the RNIC is
-//! held, so that the end of many objects delays no other user of the RNIC.
+//! dead object no more from that moment on. The objects are freed afterwards, [`MAX_TORN_DOWN`] each time that the RNIC
+//! is held, so that the end of many objects delays no other user of the RNIC.
 
 use crate::core::Core;
 use crate::executor::Object;
 use crate::objects::{Dead, DeadObject, Mr, Remains, SessionId, VrnicId};
 
 /// Most objects that are freed or checked while the RNIC is held once.
-pub const MAX_BURIED: usize = 64;
+pub const MAX_TORN_DOWN: usize = 64;
 /// Estimated time to free an object, ns. It is charged to the vRNIC that owned the object.
-const BURY_NS: u64 = 200;
+const TEARDOWN_NS: u64 = 200;
 
 /// The next object to free of a session that has ended. MRs and AHs come first, because PDs are freed after the objects
 /// in them.
@@ -22,25 +22,27 @@ fn next(remains: &mut Remains) -> Option<Object> {
 impl Core {
     /// True while there are dead objects to free with [`Core::tear_down`].
     pub fn has_dead(&self) -> bool {
-        !self.objects.graves.is_empty()
+        !self.objects.dead_objects.is_empty()
     }
 
     /// Frees up to `most` dead objects; true if others are left.
     pub fn tear_down(&mut self, most: usize) -> bool {
-        if let Some(grave) = self.objects.graves.pop_front() {
-            self.bury_in(grave, most);
+        if let Some(entry) = self.objects.dead_objects.pop_front() {
+            self.tear_down_entry(entry, most);
         }
         self.has_dead()
     }
 
     /// Like [`Core::tear_down`], but frees only objects of one vRNIC, and returns true if others of that vRNIC are
     /// left.
-    pub fn bury_of(&mut self, id: VrnicId, most: usize) -> bool {
+    pub fn tear_down_of(&mut self, id: VrnicId, most: usize) -> bool {
         let is_of = |g: &DeadObject| g.vrnic == id;
-        if let Some(grave) = self.objects.graves.iter().position(is_of).and_then(|at| self.objects.graves.remove(at)) {
-            self.bury_in(grave, most);
+        if let Some(entry) =
+            self.objects.dead_objects.iter().position(is_of).and_then(|at| self.objects.dead_objects.remove(at))
+        {
+            self.tear_down_entry(entry, most);
         }
-        self.objects.graves.iter().any(is_of)
+        self.objects.dead_objects.iter().any(is_of)
     }
 
     /// Removes up to `most` null MRs of a PD that has no other objects; true if null MRs are left. The control path
@@ -54,7 +56,7 @@ impl Core {
             self.remove(Object::Mr(null));
         }
         if let Ok(vrnic) = self.objects.vrnic_of(s) {
-            self.sched.charge(vrnic, nulls.len() as u64 * BURY_NS);
+            self.sched.charge(vrnic, nulls.len() as u64 * TEARDOWN_NS);
         }
         left
     }
@@ -76,7 +78,7 @@ impl Core {
             } else {
                 return false;
             }
-            self.sched.charge(vrnic, BURY_NS);
+            self.sched.charge(vrnic, TEARDOWN_NS);
         }
         true
     }
@@ -93,7 +95,7 @@ impl Core {
         };
         s.ended = names.last;
         s.dying += 1;
-        self.bury_in(DeadObject { vrnic, session: id, dead: Dead::Session(Box::new(remains)) }, MAX_BURIED);
+        self.tear_down_entry(DeadObject { vrnic, session: id, dead: Dead::Session(Box::new(remains)) }, MAX_TORN_DOWN);
     }
 
     /// Declares the MRs in these memory regions of a session dead, because the regions are gone (X28).
@@ -107,36 +109,36 @@ impl Core {
         if !looks {
             s.revoked.begin_look();
             s.dying += 1;
-            self.bury_in(DeadObject { vrnic, session: id, dead: Dead::Regions }, MAX_BURIED);
+            self.tear_down_entry(DeadObject { vrnic, session: id, dead: Dead::Regions }, MAX_TORN_DOWN);
         }
         // Stops the jobs of the session. Their requests are tried again; those that use a dead MR fail then.
         self.jobs.stop(id);
     }
 
-    /// Frees up to `most` objects of a grave. The grave is kept if objects are left.
-    fn bury_in(&mut self, mut grave: DeadObject, most: usize) {
-        let (done, more) = match &mut grave.dead {
+    /// Frees up to `most` objects of an entry. The entry is kept if objects are left.
+    fn tear_down_entry(&mut self, mut entry: DeadObject, most: usize) {
+        let (done, more) = match &mut entry.dead {
             Dead::Session(remains) => {
                 let before = remains.len();
                 std::iter::from_fn(|| next(remains)).take(most).for_each(|object| self.remove(object));
                 (before - remains.len(), remains.len() > 0)
             }
-            Dead::Regions => self.bury_revoked(grave.session, most),
+            Dead::Regions => self.tear_down_revoked(entry.session, most),
         };
-        self.sched.charge(grave.vrnic, done as u64 * BURY_NS);
+        self.sched.charge(entry.vrnic, done as u64 * TEARDOWN_NS);
         if more {
-            return self.objects.graves.push_back(grave);
+            return self.objects.dead_objects.push_back(entry);
         }
-        let Some(s) = self.objects.sessions.get_mut(grave.session.0) else { return };
+        let Some(s) = self.objects.sessions.get_mut(entry.session.0) else { return };
         s.dying -= 1;
         if s.gone && s.dying == 0 {
-            self.objects.sessions.remove(grave.session.0);
+            self.objects.sessions.remove(entry.session.0);
         }
     }
 
     /// Checks up to `most` further MRs of a session, and frees those in memory regions that the session has lost.
     /// Returns the number checked, and whether MRs are left to check.
-    fn bury_revoked(&mut self, id: SessionId, most: usize) -> (usize, bool) {
+    fn tear_down_revoked(&mut self, id: SessionId, most: usize) -> (usize, bool) {
         let Some(s) = self.objects.sessions.get(id.0) else { return (0, false) };
         let mrs: Vec<_> = s.names.mrs.range(s.revoked.next..).take(most).map(|(&n, &h)| (n, h)).collect();
         for &(_, h) in &mrs {

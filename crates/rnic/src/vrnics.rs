@@ -62,7 +62,7 @@ impl Core {
 
     /// Removes a vRNIC, which has no sessions any more.
     pub(crate) fn remove_vrnic(&mut self, id: VrnicId) {
-        while self.bury_of(id, usize::MAX) {}
+        while self.tear_down_of(id, usize::MAX) {}
         self.list_gids(id, false);
         self.sched.remove(id);
         self.objects.vrnics.remove(id.0);
@@ -89,7 +89,7 @@ impl Core {
     }
 
     /// True if another vRNIC than this one has work, or is polled because it had work just now. `None`: any vRNIC.
-    pub fn has_other_sessions(&self, id: Option<VrnicId>) -> bool {
+    pub fn has_work_for_others(&self, id: Option<VrnicId>) -> bool {
         self.polled.vrnics().chain(self.sched.ready()).any(|v| Some(v) != id)
     }
 

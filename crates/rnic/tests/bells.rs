@@ -214,17 +214,17 @@ fn a_vrnic_that_is_polled_is_one_of_the_others_to_each_but_itself() {
     let mut p = Pair::new();
     p.settle();
     let (a, b) = (p.a.vrnic, p.b.vrnic);
-    let others = |p: &Pair| [a, b].map(|v| p.rnic.has_other_sessions(Some(v)));
+    let others = |p: &Pair| [a, b].map(|v| p.rnic.has_work_for_others(Some(v)));
     let sleep = |p: &mut Pair, now: u64| {
         p.rnic.poll(now);
         p.rnic.park_idle(now, 0);
     };
     sleep(&mut p, SECOND);
     assert_eq!(others(&p), [false, false]);
-    assert!(!p.rnic.has_other_sessions(None));
+    assert!(!p.rnic.has_work_for_others(None));
     p.rnic.unpark(p.b.session, SECOND);
     assert_eq!(others(&p), [true, false], "b is polled");
-    assert!(p.rnic.has_other_sessions(None));
+    assert!(p.rnic.has_work_for_others(None));
     p.rnic.unpark(p.a.session, SECOND);
     assert_eq!(others(&p), [true, true]);
     sleep(&mut p, 2 * SECOND);

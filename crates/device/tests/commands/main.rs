@@ -1,7 +1,7 @@
 //! Every control command and every status that it can give: a table of requests to [`unirdma_device::Device::execute`].
 #![allow(missing_docs)]
 
-mod errands;
+mod lookups;
 mod table;
 mod world;
 
@@ -197,7 +197,7 @@ fn a_control_queue_that_begins_anew_ends_the_session_before_anything_is_written(
 /// A driver that begins anew has its whole quota at once, although the objects before it are freed in small steps.
 #[test]
 fn what_is_dead_keeps_nobody_from_the_quota() {
-    let most = 3 * unirdma_rnic::MAX_BURIED as u32 + 5;
+    let most = 3 * unirdma_rnic::MAX_TORN_DOWN as u32 + 5;
     let w = World::with_mrs(most);
     let make = |pd: u32| w.me.call(Command::AllocNullMr, abi::HandleReq { handle: pd, reserved: 0 }.as_bytes(), 1024).0;
     for _ in 0..3 {

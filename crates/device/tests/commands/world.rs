@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, QpLayout};
-use unirdma_device::{DeferredCommand, Device, Identity, KeptByRnic, Pollers, SharedRnic};
+use unirdma_device::{BackgroundLookup, Device, Identity, KeptByRnic, Pollers, SharedRnic};
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
 use unirdma_link::{BlockingFd, Handler, KINDS, Ledger, Memory, RegionDesc};
 use unirdma_mem::{Bell, MemFd, Span};
@@ -116,13 +116,13 @@ impl World {
     }
 }
 
-/// No thread runs this RNIC, and the tests run the errands.
+/// No thread runs this RNIC, and the tests run the background lookups.
 #[derive(Default)]
-pub struct NoPollers(Mutex<VecDeque<DeferredCommand>>);
+pub struct NoPollers(Mutex<VecDeque<BackgroundLookup>>);
 
 impl NoPollers {
-    /// The oldest waiting errand.
-    pub fn errand(&self) -> Option<DeferredCommand> {
+    /// The oldest waiting background lookup.
+    pub fn lookup(&self) -> Option<BackgroundLookup> {
         self.0.lock().expect("no panic").pop_front()
     }
 }
@@ -130,8 +130,8 @@ impl NoPollers {
 impl Pollers for NoPollers {
     fn settle(&self) {}
     fn catch_up(&self, _: SessionId, _: Option<u32>) {}
-    fn do_errand(&self, _: VrnicId, _: SessionId, errand: DeferredCommand) {
-        self.0.lock().expect("no panic").push_back(errand);
+    fn run_in_background(&self, _: VrnicId, _: SessionId, lookup: BackgroundLookup) {
+        self.0.lock().expect("no panic").push_back(lookup);
     }
 }
 

@@ -9,7 +9,7 @@
 //! `UNIRDMA_MR=copy` forces the way *copy*, `UNIRDMA_MR=direct` never moves pages, `UNIRDMA_MR=share` moves them
 //! whatever it costs.
 //!
-//! `moved` knows what is in the memory file, `pages` moves it there and back, `maps` and `tools` ask the kernel.
+//! `share` knows what is in the memory file, `page_move` moves it there and back, `maps` and `sys` ask the kernel.
 
 pub(crate) mod doorbells;
 mod maps;

@@ -1,6 +1,7 @@
 //! A host's side of the control centre. [`identity`] is this host's identity, [`dial`] connects to the centre, `talk`
-//! exchanges messages with it on a separate thread, and [`kept`] stores its updates on disk. The supervisor does the
-//! work that follows from the updates (`supervisor::fleet`); [`neighbours`] turns the centre's peers into changes of a
+//! exchanges messages with it on a separate thread, and [`update_log`] stores its updates on disk. The supervisor does
+//! the work that follows from the updates (`supervisor::centre_orders`); [`centre_peers`] turns the centre's peers into
+//! changes of a
 //! [`crate::peer_source`].
 //!
 //! Nothing here is on the path of a packet. While the centre is unreachable, everything goes on, and a restarted host

@@ -3,7 +3,7 @@
 //! group does not open them, so a host that has only one of the two groups cannot pose as a host of the other.
 //!
 //! `secrets` has the secrets of a group; `session` the keys that two hosts derive from a secret, and the sealing of
-//! packets; `replay` the window of received packet numbers; and `hello` the messages by which two hosts establish a
+//! packets; `replay` the window of received packet numbers; and `handshake` the messages by which two hosts establish a
 //! session. Two threads use sessions: the switch's thread ([`Handshakes`]: messages and frames of the tunnel), and the
 //! thread that holds the port ([`Seals`]: RoCEv2, and datagrams that leave by the tunnel). [`Board`] connects them. The
 //! format is in docs/spec/tunnel.md.

@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, RwLockReadGuard};
 
 use unirdma_abi as abi;
-use unirdma_device::{DeferredCommand, EventQueues, Pollers, SharedRnic, lock, now_ns};
+use unirdma_device::{BackgroundLookup, EventQueues, Pollers, SharedRnic, lock, now_ns};
 use unirdma_link::BlockingFd;
-use unirdma_rnic::{Arrival, MAX_BURIED, Output, Rnic, Seed, SessionId, Tx, VrnicId};
+use unirdma_rnic::{Arrival, MAX_TORN_DOWN, Output, Rnic, Seed, SessionId, Tx, VrnicId};
 
 use self::poller::Watch;
 pub(crate) use self::sleepers::timespec;
@@ -106,7 +106,7 @@ pub struct Engine {
     net: Option<Mutex<Net>>,
     /// Jobs wait for a poller.
     jobs_wait: CachePadded<AtomicBool>,
-    /// Runs errands of commands. Set together with `on_release`.
+    /// Runs background lookups of commands. Set together with `on_release`.
     clerk: OnceLock<Arc<Background>>,
     /// The RNIC has dead objects to free.
     has_dead: AtomicBool,
@@ -248,7 +248,7 @@ impl Engine {
     /// True if control work of a vRNIC delays others: both need the RNIC, and another vRNIC of this worker has work or
     /// has just had some.
     pub(crate) fn delays_others(&self, vrnic: VrnicId) -> bool {
-        self.rnic.lock().has_other_sessions(Some(vrnic))
+        self.rnic.lock().has_work_for_others(Some(vrnic))
     }
 
     pub(crate) fn is_stopping(&self) -> bool {
@@ -317,7 +317,7 @@ impl Engine {
         let mut out = Vec::new();
         let (busy, delivering, groups) = {
             let mut r = self.rnic.lock();
-            self.has_dead.store(r.tear_down(MAX_BURIED), Ordering::Relaxed);
+            self.has_dead.store(r.tear_down(MAX_TORN_DOWN), Ordering::Relaxed);
             r.drain_outputs(&mut out);
             self.publish(&r);
             (r.is_busy() || r.next_timeout().is_some(), self.begin_delivery(&out), r.multicast_changes())
@@ -494,10 +494,10 @@ impl Pollers for Engine {
         }
     }
 
-    fn do_errand(&self, vrnic: VrnicId, s: SessionId, errand: DeferredCommand) {
+    fn run_in_background(&self, vrnic: VrnicId, s: SessionId, lookup: BackgroundLookup) {
         match self.clerk.get() {
-            Some(clerk) => clerk.take(vrnic, s, errand),
-            None => errand.run(),
+            Some(clerk) => clerk.take(vrnic, s, lookup),
+            None => lookup.run(),
         }
     }
 }

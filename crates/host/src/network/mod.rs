@@ -1,10 +1,10 @@
 //! The network to other hosts in the supervisor: addresses, MTU, peers, and all sockets.
 //!
 //! The worker of each group gets its own sockets for the ports of RoCEv2 and VXLAN ([`Network::enroll`]). A BPF program
-//! in the kernel selects the worker that gets a packet (`lane`, [`crate::network::bpf`]). Only the supervisor makes
-//! sockets. It keeps a duplicate of each, so that a restarted worker gets the same ones. Matters of all groups stay
-//! here: the knowledge about peers (`directory`, from a [`Source`]), the announcements of the groups' numbers
-//! (`announce`), the firewall, and the division of QPNs among the groups (`units`).
+//! in the kernel selects the worker that gets a packet (`reuseport`, [`crate::network::bpf`]). Only the supervisor
+//! makes sockets. It keeps a duplicate of each, so that a restarted worker gets the same ones. Matters of all groups
+//! stay here: the knowledge about peers (`peer_table`, from a [`Source`]), the announcements of the groups' numbers
+//! (`vni_announce`), the firewall, and the division of QPNs among the groups (`qpn_ranges`).
 
 pub(crate) mod bpf;
 mod interface;

@@ -6,7 +6,7 @@
 //! without limit, and then a part of the time. Control work is always measured, but limited only while it delays others
 //! ([`Engine::delays_others`]).
 //!
-//! [`Engine::delays_others`]: crate::engine::Engine::keeps_others_from_work
+//! [`Engine::delays_others`]: crate::engine::Engine::delays_others
 
 use std::cell::Cell;
 

@@ -1,6 +1,6 @@
 //! Requests of the supervisor: vRNICs, interfaces, captures, statistics.
 
-use unirdma_rnic::MAX_BURIED;
+use unirdma_rnic::MAX_TORN_DOWN;
 
 use super::*;
 use crate::encryption::GroupSecrets;
@@ -296,7 +296,7 @@ impl Worker {
                 self.switch.remove(id);
             }
             // Pollers get the RNIC between the steps.
-            while self.engine.rnic.lock().bury_of(v.id, MAX_BURIED) {}
+            while self.engine.rnic.lock().tear_down_of(v.id, MAX_TORN_DOWN) {}
             self.engine.rnic.lock().remove_vrnic(v.id);
             // Programs may wait in the listeners' queues, with descriptors.
             for (_, listener) in [v.listener, v.net_listener, v.rfc_listener] {

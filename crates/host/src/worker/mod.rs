@@ -94,22 +94,22 @@ impl Session {
     /// Charges the session's vRNIC for control work that began at time `began`.
     fn pays_since(&self, engine: &Engine, began: u64) {
         let now = engine.now();
-        self.allowance.charge(now, now.saturating_sub(began) + self.conn.device.take_errand_ns());
+        self.allowance.charge(now, now.saturating_sub(began) + self.conn.device.take_lookup_ns());
     }
 }
 
 /// A connection beyond the session limit: it may read the configuration, and gets the reason why it cannot use the
 /// device.
-struct RefusedSessions {
+struct RefusedSession {
     vrnic: String,
     backend: Backend,
-    sight: RefusedSession,
+    handler: RefusedHandler,
     token: u64,
 }
 
-struct RefusedSession(Arc<Identity>, Mode);
+struct RefusedHandler(Arc<Identity>, Mode);
 
-impl Handler for RefusedSession {
+impl Handler for RefusedHandler {
     fn config(&self) -> Vec<u8> {
         match self.1 {
             Mode::Native => self.0.config_space(0),
@@ -279,7 +279,7 @@ struct Worker {
     /// Totals of removed vRNICs, so that sums over the group never decrease.
     gone: VrnicInfo,
     sessions: HashMap<u64, Session>,
-    lookers: BTreeMap<u64, RefusedSessions>,
+    lookers: BTreeMap<u64, RefusedSession>,
     machines: HashMap<u64, Machine>,
     /// The account of all vRNICs.
     ledger: Ledger,

@@ -12,7 +12,7 @@ use unirdma_link::{Backend, BlockingFd, Ledger, Memory, Progress, Refusal, Resou
 use unirdma_rnic::SessionId;
 
 use super::{
-    BURST, Conn, Kick, Mode, OF_POLLERS, PAUSE_NS, Paused, RefusedSession, RefusedSessions, Session, Source, Worker,
+    BURST, Conn, Kick, Mode, OF_POLLERS, PAUSE_NS, Paused, RefusedHandler, RefusedSession, Session, Source, Worker,
     channels,
 };
 
@@ -48,8 +48,8 @@ impl Worker {
                 let max = v.limits.max_sessions;
                 tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
             }
-            let (sight, ledger) = (RefusedSession(v.identity.clone(), mode), v.ledger.clone());
-            return self.add_looker(name, sock, sight, ledger);
+            let (handler, ledger) = (RefusedHandler(v.identity.clone(), mode), v.ledger.clone());
+            return self.add_looker(name, sock, handler, ledger);
         }
         let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
         let (identity, ledger, allowance) = (v.identity.clone(), v.ledger.clone(), v.allowance.clone());
@@ -94,7 +94,7 @@ impl Worker {
         self.sessions.insert(id, session);
     }
 
-    fn add_looker(&mut self, name: &str, sock: BlockingFd, sight: RefusedSession, ledger: Ledger) {
+    fn add_looker(&mut self, name: &str, sock: BlockingFd, handler: RefusedHandler, ledger: Ledger) {
         let mut others = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id);
         if let (Some(oldest), true) = (others.next(), others.count() + 1 >= MAX_LOOKERS) {
             self.end_look(oldest);
@@ -102,7 +102,7 @@ impl Worker {
         let id = self.next_token;
         let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
         let backend = Backend::look_only(sock, ledger, Refusal::TooManyUsers);
-        self.lookers.insert(id, RefusedSessions { vrnic: name.into(), backend, sight, token });
+        self.lookers.insert(id, RefusedSession { vrnic: name.into(), backend, handler, token });
     }
 
     pub(super) fn end_look(&mut self, id: u64) {
@@ -160,7 +160,7 @@ impl Worker {
 
     pub(super) fn on_socket(&mut self, id: u64) {
         if let Some(l) = self.lookers.get_mut(&id) {
-            let open = matches!(l.backend.on_readable(&mut l.sight, BURST), Ok(Progress::Open));
+            let open = matches!(l.backend.on_readable(&mut l.handler, BURST), Ok(Progress::Open));
             let half = l.backend.is_half();
             self.note_half(id, open && half);
             if !open {

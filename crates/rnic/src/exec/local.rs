@@ -285,7 +285,7 @@ impl Core {
     pub(super) fn rest_of(&self, ids: [VrnicId; 2]) -> u64 {
         let rest_ns = |id: VrnicId| {
             let rest_ns = self.objects.vrnics.get(id.0).map_or(0, |v| v.page_time.rest_ns(self.now));
-            if rest_ns > 0 && self.has_other_sessions(Some(id)) { rest_ns } else { 0 }
+            if rest_ns > 0 && self.has_work_for_others(Some(id)) { rest_ns } else { 0 }
         };
         rest_ns(ids[0]).max(rest_ns(ids[1]))
     }

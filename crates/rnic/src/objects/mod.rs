@@ -78,7 +78,7 @@ pub(crate) struct Objects {
     pub by_gid: HashMap<(u32, Gid), Vec<VrnicId>>,
     pub sessions: Slab<Session, SessionKind>,
     pub dropped: Dropped,
-    pub graves: DeadObjects,
+    pub dead_objects: DeadObjects,
     pub doors: Slab<DoorbellPage>,
     pub pds: Slab<Pd>,
     pub mrs: MrTable,

@@ -42,7 +42,7 @@ impl Rnic {
     /// the last of them has ended.
     pub fn save_vrnic(&mut self, now: u64, id: VrnicId) -> Option<Record> {
         self.at(now).settle(id);
-        while self.bury_of(id, usize::MAX) {}
+        while self.tear_down_of(id, usize::MAX) {}
         Saver::new(&self.core, &self.cm, id).vrnic(id).map(Record)
     }
 

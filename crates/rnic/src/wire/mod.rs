@@ -1,7 +1,8 @@
 //! The transport over a network: reliable connections in RoCEv2 packets, sans-IO (IBTA vol. 1, chapter 9).
 //!
 //! A QP whose destination GID lies on another host has a [`Wire`]: the state of its requester and completer
-//! (`requester`) and of its responder (`responder`), and packets that wait for jobs (`inbox`). Packets come in by
+//! (`requester`) and of its responder (`responder`), and packets that wait for jobs (`deferred_packets`). Packets come
+//! in by
 //! [`crate::Rnic::handle_packet`] and leave through [`crate::Tx`], from the base transport header up to the payload's
 //! padding; IP, UDP and
 //! the invariant CRC are the port's.

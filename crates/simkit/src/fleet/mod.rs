@@ -212,12 +212,12 @@ impl World {
     fn new(seed: u64) -> World {
         let names: Vec<String> = (0..HOSTS).map(|i| format!("h{i}")).collect();
         let mut store = Store::new(Centre::found("fleet"));
-        let (founder, mut desk) = Centre::load(store.revision, &store.all().1, [1; 32]).expect("a new fleet");
+        let (founder, mut planner) = Centre::load(store.revision, &store.all().1, [1; 32]).expect("a new fleet");
         let hosts = names.iter().map(|n| v1::Host { name: n.clone(), ..v1::Host::default() }.into());
         let groups = GROUPS.iter().map(|n| v1::Group { secret: *n != "red", ..declared_group(n) }.into());
         let objects = hosts.chain(groups).map(|o: Object| v1::Object { object: Some(o), revision: 0 }).collect();
         let request = v1::ApplyRequest { objects, ..v1::ApplyRequest::default() };
-        let made = desk.apply(&Actor::centre(), request, &founder, EPOCH).expect("a good beginning");
+        let made = planner.apply(&Actor::centre(), request, &founder, EPOCH).expect("a good beginning");
         let plan = made.plan.expect("it is new");
         let granted = store.campaign(0, 0).expect("nobody has the lease");
         assert!(store.commit(0, granted.0, plan.revision, &plan.writes.into()));

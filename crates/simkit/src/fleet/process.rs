@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use unirdma_fleet::v1::{self, from_host, to_host};
-use unirdma_fleet::{Actor, Centre, ChangeQueue, Outcome, Plan, Refusal, Write};
+use unirdma_fleet::{Actor, Centre, Outcome, Plan, Planner, Refusal, Write};
 
 use super::store::{Granted, LEASE_MS};
 use super::{Answer, EPOCH, Event, Question, World};
@@ -86,7 +86,7 @@ pub(super) struct Process {
     pub down_until: u64,
     pub centre: Option<Centre>,
     /// `Some` if `centre` is.
-    desk: Option<ChangeQueue>,
+    planner: Option<Planner>,
     pub peers: BTreeMap<u64, Peer>,
     lease: Option<Granted>,
     pending: Option<Pending>,
@@ -108,7 +108,7 @@ impl Process {
             life: 0,
             down_until: 0,
             centre: None,
-            desk: None,
+            planner: None,
             peers: BTreeMap::new(),
             lease: None,
             pending: None,
@@ -270,11 +270,11 @@ impl World {
         let now = self.now;
         while self.centres[c].leads(now) && self.centres[c].pending.is_none() {
             let p = &mut self.centres[c];
-            let (Some(centre), Some(desk)) = (&p.centre, &mut p.desk) else { return };
+            let (Some(centre), Some(planner)) = (&p.centre, &mut p.planner) else { return };
             let Some(job) = p.waiting.pop_front() else { return };
             let reply = job.reply();
             let Some((epoch, _)) = p.lease else { return };
-            let (plan, answer) = match job.plan(desk, centre, EPOCH + now) {
+            let (plan, answer) = match job.plan(planner, centre, EPOCH + now) {
                 Ok((Some(plan), answer)) => (plan, answer),
                 Ok((None, answer)) => {
                     let nothing = (centre.revision(), Vec::new().into());
@@ -304,8 +304,8 @@ impl World {
         match answer {
             Answer::All(revision, records) => {
                 let seed = [self.rng.next_u64() as u8; 32];
-                let (centre, desk) = Centre::load(revision, &records, seed).expect("the store can be read");
-                (p.centre, p.desk) = (Some(centre), Some(desk));
+                let (centre, planner) = Centre::load(revision, &records, seed).expect("the store can be read");
+                (p.centre, p.planner) = (Some(centre), Some(planner));
                 p.followed = now;
                 // The new state has no hosts, so their connections are closed.
                 for (id, _) in std::mem::take(&mut p.peers) {
@@ -344,10 +344,10 @@ impl World {
 
     fn commit(&mut self, c: usize, revision: u64, writes: &[Write]) {
         let p = &mut self.centres[c];
-        if let (Some(centre), Some(desk)) = (&mut p.centre, &mut p.desk)
+        if let (Some(centre), Some(planner)) = (&mut p.centre, &mut p.planner)
             && revision == centre.revision() + 1
         {
-            centre.commit(desk, revision, writes).expect("what was kept can be read");
+            centre.commit(planner, revision, writes).expect("what was kept can be read");
         }
     }
 
@@ -397,7 +397,7 @@ impl Job {
     /// Plans the change.
     fn plan(
         self,
-        desk: &mut ChangeQueue,
+        planner: &mut Planner,
         centre: &Centre,
         clock: u64,
     ) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
@@ -408,21 +408,21 @@ impl Job {
         let plan = match self {
             Job::Apply(objects) => {
                 let request = v1::ApplyRequest { objects, ..v1::ApplyRequest::default() };
-                desk.apply(&operator, request, centre, clock).map(of)
+                planner.apply(&operator, request, centre, clock).map(of)
             }
             Job::Delete(kind, name, force) => {
                 let names = vec![v1::Name { kind: kind.into(), name }];
-                desk.delete(&operator, &v1::DeleteRequest { names, force, dry_run: false }, centre, clock).map(of)
+                planner.delete(&operator, &v1::DeleteRequest { names, force, dry_run: false }, centre, clock).map(of)
             }
             Job::Move(vrnic, host) => {
-                desk.move_vrnic(&operator, &v1::MoveRequest { vrnic, host }, centre, clock).map(of)
+                planner.move_vrnic(&operator, &v1::MoveRequest { vrnic, host }, centre, clock).map(of)
             }
-            Job::Rotate(group) => desk.rotate(&operator, &group, centre, clock).map(of),
-            Job::Announce { host, hello } => Ok(of(desk.announce(&host, &hello, centre, clock))),
+            Job::Rotate(group) => planner.rotate(&operator, &group, centre, clock).map(of),
+            Job::Announce { host, hello } => Ok(of(planner.announce(&host, &hello, centre, clock))),
             Job::Ask { host, ask, .. } => {
-                return desk.ask(&host, *ask, centre, clock).map(|o| (o.plan, Some(o.answer)));
+                return planner.ask(&host, *ask, centre, clock).map(|o| (o.plan, Some(o.answer)));
             }
-            Job::Own => Ok(desk.tick(centre, clock)),
+            Job::Own => Ok(planner.tick(centre, clock)),
         };
         Ok((plan?, None))
     }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use unirdma_fleet::agent::{self, Key};
 use unirdma_fleet::v1::{self, item::Item, object::Object};
-use unirdma_fleet::{Actor, Centre, ChangeQueue, Write};
+use unirdma_fleet::{Actor, Centre, Planner, Write};
 use unirdma_policy::{Action, Party, Policy, Rule, Selector};
 
 /// The state of a host: items by their keys.
@@ -71,7 +71,7 @@ impl Place {
 /// A centre that receives each change at the moment it is committed.
 pub(super) struct Truth {
     pub centre: Centre,
-    desk: ChangeQueue,
+    planner: Planner,
     hosts: Vec<String>,
     /// For each host, its states in order, each with the first revision at which it is valid.
     history: Vec<Vec<(u64, Table)>>,
@@ -86,12 +86,12 @@ pub(super) struct Truth {
 
 impl Truth {
     pub fn new(all: (u64, Vec<Write>), hosts: Vec<String>) -> Truth {
-        let (centre, desk) = Centre::load(all.0, &all.1, [0; 32]).expect("the store can be read");
+        let (centre, planner) = Centre::load(all.0, &all.1, [0; 32]).expect("the store can be read");
         let history = vec![Vec::new(); hosts.len()];
         let changed = vec![0; hosts.len()];
         let mut truth = Truth {
             centre,
-            desk,
+            planner,
             hosts,
             history,
             changed,
@@ -105,7 +105,7 @@ impl Truth {
 
     /// The store has committed a change.
     pub fn commit(&mut self, now: u64, revision: u64, writes: &[Write]) {
-        self.centre.commit(&mut self.desk, revision, writes).expect("what a centre planned can be read");
+        self.centre.commit(&mut self.planner, revision, writes).expect("what a centre planned can be read");
         if writes.iter().any(|w| w.key.starts_with("object/group/") || w.key.starts_with("object/rule/")) {
             self.declared = now;
         }

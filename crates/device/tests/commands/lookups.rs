@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
-use unirdma_device::DeferredCommand;
+use unirdma_device::BackgroundLookup;
 use unirdma_link::{BlockingFd, DriverQueue, Handler, KINDS, Ledger, Memory, RegionDesc, Resource, Segment, Vring};
 use unirdma_mem::MemFd;
 use zerocopy::IntoBytes;
@@ -95,17 +95,17 @@ impl Registering {
         Registering { side, control, request: request.as_bytes().into(), before, ledger }
     }
 
-    /// Sends the command and another one behind it, and returns the errand of the first.
-    fn begin(&mut self) -> DeferredCommand {
+    /// Sends the command and another one behind it, and returns the background lookup of the first.
+    fn begin(&mut self) -> BackgroundLookup {
         self.control.send(&self.side, 0, Command::RegUserMr, &self.request);
         self.control.send(&self.side, 2, Command::CreatePd, &[]);
-        self.errand()
+        self.lookup()
     }
 
-    fn errand(&mut self) -> DeferredCommand {
+    fn lookup(&mut self) -> BackgroundLookup {
         assert!(self.side.dev.serve_control());
         assert_eq!(self.control.answer(&self.side), None, "both wait");
-        self.side.pollers.errand().expect("an errand")
+        self.side.pollers.lookup().expect("a lookup")
     }
 
     fn answers(&mut self) -> Vec<(u16, u8)> {
@@ -122,7 +122,7 @@ impl Registering {
 fn other_sessions_go_on_while_a_long_list_is_looked_up() {
     let World { me, mut other } = World::new();
     let mut r = Registering::new(me);
-    let errand = r.begin();
+    let lookup = r.begin();
     let mut control = Control::new(&mut other);
     for _ in 0..3 {
         control.send(&other, 0, Command::CreatePd, &[]);
@@ -130,10 +130,10 @@ fn other_sessions_go_on_while_a_long_list_is_looked_up() {
         assert_eq!(control.answer(&other), Some((0, 0)));
         assert!(!r.side.dev.serve_control(), "it has nothing to do yet");
     }
-    errand.run();
+    lookup.run();
     assert_eq!(r.answers(), [(0, 0), (2, 0)]);
     assert_eq!(r.pieces(), LONG);
-    assert!(r.side.pollers.errand().is_none());
+    assert!(r.side.pollers.lookup().is_none());
     // A short list is searched at once.
     r.control.send(&r.side, 4, Command::RegUserMr, r.side.mr_request().as_bytes());
     assert_eq!(r.answers(), [(4, 0)]);
@@ -143,10 +143,10 @@ fn other_sessions_go_on_while_a_long_list_is_looked_up() {
 #[test]
 fn memory_that_goes_before_its_search_ends_is_no_memory() {
     let mut r = Registering::new(World::new().me);
-    let errand = r.begin();
+    let lookup = r.begin();
     let removed = 1;
     r.side.dev.memory_changed(&r.before.clone(), &[removed]);
-    errand.run();
+    lookup.run();
     assert_eq!((r.pieces(), r.answers()), (LONG, vec![(0, Status::BadAddress as u8), (2, 0)]));
     assert_eq!(r.pieces(), 0);
 }
@@ -155,24 +155,24 @@ fn memory_that_goes_before_its_search_ends_is_no_memory() {
 #[test]
 fn a_queue_that_stops_meanwhile_has_the_command_once_more() {
     let mut r = Registering::new(World::new().me);
-    let errand = r.begin();
+    let lookup = r.begin();
     let base = r.side.dev.stop_vring(CONTROL);
     assert_eq!(base, Some(0));
-    errand.run();
+    lookup.run();
     assert_eq!(r.pieces(), 0, "nobody wants it");
     r.side.dev.vring_changed(CONTROL, &r.control.vring);
-    let again = r.errand();
+    let again = r.lookup();
     again.run();
     assert_eq!(r.answers(), [(0, 0), (2, 0)]);
 }
 
-/// If a driver changes a request while its errand runs, it is another request, and the memory found for the first one
-/// is given back.
+/// If a driver changes a request while its background lookup runs, it is another request, and the memory found for the
+/// first one is given back.
 #[test]
 fn what_was_found_is_for_the_request_that_asked_for_it() {
     let mut r = Registering::new(World::new().me);
-    let errand = r.begin();
-    errand.run();
+    let lookup = r.begin();
+    lookup.run();
     assert_eq!(r.pieces(), LONG);
     let create_pd = abi::ReqHeader { command: Command::CreatePd as u8, ..Default::default() };
     r.side.write(r.control.buffers, create_pd.as_bytes());

@@ -5,11 +5,11 @@ use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, access};
 use unirdma_mem::Span;
-use unirdma_rnic::{Backing, MAX_BURIED, Usage};
+use unirdma_rnic::{Backing, MAX_TORN_DOWN, Usage};
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
-const MANY: usize = 3 * MAX_BURIED + 10;
+const MANY: usize = 3 * MAX_TORN_DOWN + 10;
 const OK: u8 = WcStatus::Success as u8;
 const DENIED: u8 = WcStatus::RemAccessErr as u8;
 
@@ -51,7 +51,7 @@ fn freed(net: &mut Net) -> Vec<usize> {
     let mut all = Vec::new();
     while net.rnic(1).has_dead() {
         let before = used(net).mrs_mapped;
-        net.rnic(1).tear_down(MAX_BURIED);
+        net.rnic(1).tear_down(MAX_TORN_DOWN);
         all.push(before - used(net).mrs_mapped);
     }
     all
@@ -71,14 +71,17 @@ fn mrs_in_a_region_that_is_gone_are_dead_at_once_and_freed_in_parts() {
         // The other MRs stay, and new ones come. The first walk has visited some of the MRs.
         let new = mr(&mut net, &[8, 9]);
         assert_eq!((write(&mut net, other.1), write(&mut net, new.1)), (OK, OK), "{place}");
-        assert!(used(&mut net).mrs_mapped >= before - MAX_BURIED, "{place}");
+        assert!(used(&mut net).mrs_mapped >= before - MAX_TORN_DOWN, "{place}");
         for gone in [last, both] {
             assert_eq!(net.rnic(1).dereg_mr(s, gone.0), Err(Status::BadHandle), "{place}");
             assert_eq!(net.rnic(1).rereg_mr(s, other.0, gone.0), Err(Status::BadHandle), "{place}");
         }
         assert_eq!(write(&mut net, last.1), DENIED, "{place}");
         let parts = freed(&mut net);
-        assert!(parts.len() <= MANY / MAX_BURIED + 2 && parts.iter().all(|&n| n <= MAX_BURIED), "{place}: {parts:?}");
+        assert!(
+            parts.len() <= MANY / MAX_TORN_DOWN + 2 && parts.iter().all(|&n| n <= MAX_TORN_DOWN),
+            "{place}: {parts:?}"
+        );
         // The end's own MR is in region 7, too.
         assert_eq!(used(&mut net).mrs_mapped, 2, "{place}");
         net.rnic(1).dereg_mr(s, other.0).unwrap();
@@ -160,7 +163,7 @@ fn a_session_that_begins_anew_has_nothing_and_its_memory_goes_in_parts() {
             net.rnic(1).reg_mr(s, pd, ALL, 0, 4096, memory()).unwrap()
         };
         let parts = freed(&mut net);
-        assert!(parts.len() > 1 && parts.iter().all(|&n| n <= MAX_BURIED), "{place}: {parts:?}");
+        assert!(parts.len() > 1 && parts.iter().all(|&n| n <= MAX_TORN_DOWN), "{place}: {parts:?}");
         assert_eq!(used(&mut net).mrs_mapped, 1, "{place}");
         net.rnic(1).dereg_mr(s, new).unwrap();
         assert!(window.is_last(), "{place}: nobody holds the memory");
@@ -179,7 +182,7 @@ fn a_session_is_gone_before_what_it_had_and_a_vrnic_after() {
         net.rnic(1).remove_session(s);
         let gone = used(&mut net);
         assert_eq!((gone.sessions, gone.qps, gone.cqs), (0, 0, 0), "{place}");
-        assert!(net.rnic(1).has_dead() && gone.mrs_mapped + MAX_BURIED > MANY, "{place}");
+        assert!(net.rnic(1).has_dead() && gone.mrs_mapped + MAX_TORN_DOWN > MANY, "{place}");
         assert_eq!(net.rnic(1).create_pd(s), Err(Status::BadHandle), "{place}");
         assert!(net.rnic(1).numbered_sessions(vrnic).is_empty(), "{place}");
         net.rnic(1).remove_vrnic(vrnic);

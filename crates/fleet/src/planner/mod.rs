@@ -1,13 +1,13 @@
-//! Preparation of changes. A [`ChangeQueue`] has its own copy of the state, so its work delays nobody who reads the
+//! Preparation of changes. A [`Planner`] has its own copy of the state, so its work delays nobody who reads the
 //! [`Centre`](crate::Centre) or reports to it.
 //!
-//! Calls ([`ChangeQueue::apply`] and the like) examine the state and return a [`Plan`] of what to keep; they change
-//! nothing. The caller keeps the plan in a store, and then applies it by [`ChangeQueue::commit`] and
+//! Calls ([`Planner::apply`] and the like) examine the state and return a [`Plan`] of what to keep; they change
+//! nothing. The caller keeps the plan in a store, and then applies it by [`Planner::commit`] and
 //! [`Centre::publish`](crate::Centre::publish). There is one plan at a time. A centre that does not allocate commits
 //! the changes that it reads from the store.
 //!
-//! There are two copies of the state. A change is made in the desk's copy, which is then exchanged with the copy that
-//! is read. Once nobody reads the other copy any more ([`ChangeQueue::is_ready`]), the change is made in it, too.
+//! There are two copies of the state. A change is made in the planner's copy, which is then exchanged with the copy
+//! that is read. Once nobody reads the other copy any more ([`Planner::is_ready`]), the change is made in it, too.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -51,7 +51,7 @@ pub(crate) const MAX_LOG: usize = 2_048;
 /// The addresses that were given last, by group and range.
 pub(crate) type Given = HashMap<String, BTreeMap<Net, IpAddr>>;
 
-/// A change that was made at the desk, for the centre that publishes it.
+/// A change that was made at the planner, for the centre that publishes it.
 pub struct News {
     pub(crate) revision: u64,
     pub(crate) changes: Vec<Arc<Seen>>,
@@ -64,7 +64,7 @@ pub struct News {
 }
 
 /// Prepares changes, in its own copy of the state.
-pub struct ChangeQueue {
+pub struct Planner {
     pub(crate) state: State,
     /// The copy that was read before the last change, and the change that must still be made in it. Until then `state`
     /// is empty.
@@ -73,7 +73,7 @@ pub struct ChangeQueue {
     pub(crate) given: Given,
 }
 
-impl ChangeQueue {
+impl Planner {
     /// Whether a call can be made; to be asked before each call. It cannot while somebody reads the state from before
     /// the last change, which lasts as long as the encoding of a host's updates.
     pub fn is_ready(&mut self) -> bool {
@@ -93,7 +93,7 @@ impl ChangeQueue {
     }
 
     fn draft<'a>(&'a mut self, facts: &'a dyn Facts) -> (Transaction<'a>, &'a mut ChaCha20Rng) {
-        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        assert!(self.is_ready(), "a planner is asked whether it is ready");
         (Transaction::new(&mut self.state, &mut self.given, facts), &mut self.rng)
     }
 
@@ -103,7 +103,7 @@ impl ChangeQueue {
     /// # Errors
     /// A record is damaged. The centre must be loaded again.
     pub fn commit(&mut self, revision: u64, writes: &[Write]) -> Result<News, Refusal> {
-        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        assert!(self.is_ready(), "a planner is asked whether it is ready");
         let records = writes.iter().map(records::read).collect::<Result<Vec<_>, _>>()?;
         let objects: BTreeSet<(Kind, String)> = records
             .iter()
@@ -149,7 +149,7 @@ impl ChangeQueue {
     /// # Errors
     /// It is not a later state of the same fleet, or a record is damaged. The centre must be loaded again.
     pub fn catch_up(&mut self, revision: u64, records: &[Write]) -> Result<News, Refusal> {
-        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        assert!(self.is_ready(), "a planner is asked whether it is ready");
         let meta = records::meta(&self.state.fleet);
         if revision < self.state.revision || !records.iter().any(|r| r.key == records::META && r.value == meta.value) {
             return Err(Refusal::conflict(format_args!(
@@ -374,7 +374,7 @@ impl ChangeQueue {
     /// # Errors
     /// The token is unknown.
     pub fn actor(&mut self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
-        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        assert!(self.is_ready(), "a planner is asked whether it is ready");
         self.state.actor(secret, now_ms)
     }
 

@@ -9,7 +9,7 @@ const NOW: u64 = 1_800_000_000_000;
 
 struct World {
     centre: Centre,
-    desk: ChangeQueue,
+    planner: Planner,
     tokens: u8,
 }
 
@@ -35,8 +35,8 @@ fn host(name: &str) -> v1::Object {
 
 impl World {
     fn new() -> World {
-        let (centre, desk) = Centre::load(1, &Centre::found("f"), [7; 32]).unwrap();
-        let mut w = World { centre, desk, tokens: 0 };
+        let (centre, planner) = Centre::load(1, &Centre::found("f"), [7; 32]).unwrap();
+        let mut w = World { centre, planner, tokens: 0 };
         let objects = ["h0", "h1", "h2"].map(host).into_iter();
         let groups = [group("blue", "10.0.0.0/8"), group("red", "11.0.0.0/8")];
         w.apply(&Actor::centre(), objects.chain(groups)).unwrap();
@@ -45,7 +45,7 @@ impl World {
 
     fn plan(&mut self, actor: &Actor, objects: impl IntoIterator<Item = v1::Object>) -> Result<Option<Plan>, Refusal> {
         let request = v1::ApplyRequest { objects: objects.into_iter().collect(), ..Default::default() };
-        self.desk.apply(actor, request, &self.centre, NOW).map(|o| o.plan)
+        self.planner.apply(actor, request, &self.centre, NOW).map(|o| o.plan)
     }
 
     /// Puts objects. Returns the keys that hosts are told.
@@ -59,9 +59,9 @@ impl World {
     }
 
     fn keep(&mut self, plan: &Plan) -> BTreeMap<Name, Vec<Arc<Keys>>> {
-        let news = self.desk.commit(plan.revision, &plan.writes).unwrap();
+        let news = self.planner.commit(plan.revision, &plan.writes).unwrap();
         let hosts = news.hosts.clone();
-        self.centre.publish(&mut self.desk, news);
+        self.centre.publish(&mut self.planner, news);
         hosts
     }
 
@@ -71,14 +71,14 @@ impl World {
         let token =
             v1::Token { role: v1::Role::Tenant.into(), groups: list(groups), hosts: list(hosts), ..Default::default() };
         let random = [self.tokens; 32];
-        let made = self.desk.create_token(&Actor::centre(), token, random, &self.centre, NOW).unwrap();
+        let made = self.planner.create_token(&Actor::centre(), token, random, &self.centre, NOW).unwrap();
         self.keep(&made.plan.unwrap());
         self.centre.actor(&made.answer.secret, NOW).unwrap()
     }
 
     /// The number of groups and addresses compared for these objects.
     fn work(&mut self, objects: impl IntoIterator<Item = v1::Object>) -> u64 {
-        let (mut draft, _) = self.desk.draft(&self.centre);
+        let (mut draft, _) = self.planner.draft(&self.centre);
         let asked = objects.into_iter().map(|o| (o.object.unwrap(), 0)).collect();
         draft.declare(&Actor::centre(), asked, false).unwrap();
         draft.work
@@ -181,7 +181,7 @@ fn what_a_tenant_does_not_see_and_what_does_not_exist_are_said_in_the_same_words
         let name = |n: &str| v1::Name { kind: kind.into(), name: n.into() };
         let delete = |w: &mut World, n: &str| {
             let r = v1::DeleteRequest { names: vec![name(n)], force: true, ..Default::default() };
-            w.desk.delete(&tenant, &r, &w.centre, NOW).unwrap_err()
+            w.planner.delete(&tenant, &r, &w.centre, NOW).unwrap_err()
         };
         same(&delete, there, "nothing");
         let get = |w: &mut World, n: &str| {
@@ -192,7 +192,7 @@ fn what_a_tenant_does_not_see_and_what_does_not_exist_are_said_in_the_same_words
     }
     let moved = |w: &mut World, vrnic: &str, host: &str| {
         let r = v1::MoveRequest { vrnic: vrnic.into(), host: host.into() };
-        w.desk.move_vrnic(&tenant, &r, &w.centre, NOW).unwrap_err()
+        w.planner.move_vrnic(&tenant, &r, &w.centre, NOW).unwrap_err()
     };
     same(&|w, n| moved(w, n, "h2"), "secret", "nothing");
     same(&|w, n| moved(w, "mine", n), "h1", "h9");
@@ -210,7 +210,7 @@ fn what_a_tenant_does_not_see_and_what_does_not_exist_are_said_in_the_same_words
         force: true,
         ..Default::default()
     };
-    let e = w.desk.delete(&tenant, &r, &w.centre, NOW).unwrap_err();
+    let e = w.planner.delete(&tenant, &r, &w.centre, NOW).unwrap_err();
     assert!(e.kind == Reason::Denied && !e.what.contains("across") && !e.what.contains("secret"), "{e}");
     // The tenant takes an address of the vRNIC that the rule joins with its own.
     let theirs = w.centre.state.vrnics["secret"].ips[0];
@@ -293,21 +293,21 @@ fn a_tenant_has_a_part_of_what_there_is_and_administrators_the_last_of_it() {
 }
 
 #[test]
-fn a_desk_waits_for_those_who_still_read_what_was_so_before() {
+fn a_planner_waits_for_those_who_still_read_what_was_so_before() {
     let mut w = World::new();
     let admin = Actor::centre();
     w.apply(&admin, [vrnic("a", "blue", "h0")]).unwrap();
-    assert!(w.desk.is_ready());
+    assert!(w.planner.is_ready());
     let lacking = w.centre.lacking("h0", None);
     w.apply(&admin, [vrnic("b", "blue", "h1")]).unwrap();
-    assert!(!w.desk.is_ready());
+    assert!(!w.planner.is_ready());
     let named = |n: &str| v1::GetRequest { kind: v1::Kind::Vrnic.into(), name: n.into(), ..Default::default() };
     assert_eq!(w.centre.get(&admin, &named("b"), NOW).unwrap().objects.len(), 1, "it is known all the same");
-    assert!(!w.desk.is_ready());
+    assert!(!w.planner.is_ready());
     let revision = lacking.revision();
     let before = lacking.updates();
     assert!(before.iter().all(|u| u.revision == revision) && revision < w.centre.revision());
-    assert!(w.desk.is_ready());
+    assert!(w.planner.is_ready());
     assert_eq!(w.plan(&admin, [vrnic("a", "blue", "h0"), vrnic("b", "blue", "h1")]).unwrap(), None);
 }
 
@@ -316,7 +316,7 @@ fn a_token_of_an_earlier_version_names_any_host() {
     let mut w = World::new();
     let tenant = w.tenant(&["blue"], &[]);
     assert!(w.plan(&tenant, [vrnic("a", "blue", "h1")]).is_err());
-    let (id, record) = w.desk.state.tokens.first_key_value().map(|(i, t)| (i.clone(), t.clone())).unwrap();
+    let (id, record) = w.planner.state.tokens.first_key_value().map(|(i, t)| (i.clone(), t.clone())).unwrap();
     let old = records::token(&id, Some(&v1::TokenRecord { lists_hosts: false, ..record }));
     let plan = Plan { revision: w.centre.revision() + 1, writes: vec![old], changes: Vec::new() };
     w.keep(&plan);
