@@ -349,7 +349,8 @@ unsafe fn take_piece(h: &MoveTools<'_>, p: &Place, prot: i32) -> Result<(), Fail
         // All pages are read next, also missing ones, so the range must not be watched.
         u.forget(side, p.len);
     }
-    let copied = each_present(h, source, p.len, |at, len| write_file(h.file, at, len, p.off + (at - source)));
+    let copied =
+        each_present(h, source, p.len, |at, len| transfer(libc::SYS_pwrite64, h.file, at, len, p.off + (at - source)));
     let flags = libc::MAP_SHARED | libc::MAP_FIXED;
     // SAFETY: replaces the empty mapping by the file that has its bytes.
     if !copied || unsafe { sys_mmap(p.at, p.len, prot, flags, h.file, p.off) }.is_none() {
@@ -434,22 +435,12 @@ unsafe fn put_back(h: &MoveTools<'_>, p: &Place, aside: Option<u64>) {
     punch(h.file, p.off, p.len);
 }
 
-fn write_file(file: RawFd, mut at: u64, mut len: u64, mut off: u64) -> bool {
+/// Writes `len` bytes at `at` to a file (`SYS_pwrite64`), or reads them from it (`SYS_pread64`). False if a part is
+/// missing.
+fn transfer(call: libc::c_long, file: RawFd, mut at: u64, mut len: u64, mut off: u64) -> bool {
     while len > 0 {
-        // SAFETY: the kernel reads the range, or says that it cannot.
-        let n = unsafe { libc::syscall(libc::SYS_pwrite64, file, at, len, off) };
-        if n <= 0 {
-            return false;
-        }
-        (at, len, off) = (at + n as u64, len - n as u64, off + n as u64);
-    }
-    true
-}
-
-fn read_file(file: RawFd, mut at: u64, mut len: u64, mut off: u64) -> bool {
-    while len > 0 {
-        // SAFETY: the kernel writes to a mapping of ours, or says that it cannot.
-        let n = unsafe { libc::syscall(libc::SYS_pread64, file, at, len, off) };
+        // SAFETY: the kernel reads the range, or writes to a mapping of ours, or says that it cannot.
+        let n = unsafe { libc::syscall(call, file, at, len, off) };
         if n <= 0 {
             return false;
         }
@@ -582,7 +573,7 @@ unsafe fn give_back_piece(h: &MoveTools<'_>, data: &mut Data, p: &Place, prot: i
             return false;
         }
     }
-    let filled = data.each(p, |at, len, off| read_file(h.file, at, len, off));
+    let filled = data.each(p, |at, len, off| transfer(libc::SYS_pread64, h.file, at, len, off));
     // SAFETY: the shadow is ours until it takes the range's place, at once and with the same bytes.
     let placed = filled
         && unsafe {
