@@ -33,10 +33,7 @@ const HARMLESS_CIRCLES: &[(&str, &str)] = &[
     ("crates/driver/src/", "the control queue is a part of the context; memory management needs both"),
     ("crates/fleet/src/", "the state, and what is implemented for it in files of its own"),
     // To be removed.
-    ("crates/control/src/", "`Shared` holds what takes `&Shared`"),
     ("crates/host/src/", "messages lie with their first user"),
-    ("crates/link/src/", "a descriptor that is slow to close, and the account that pays for its thread"),
-    ("crates/cli/src/", "the working directory is one of the mounts, and makes some"),
     ("xtask/src/", "the suite runs the tests of memory, which are written with it"),
 ];
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use unirdma_host::VrnicInfo;
 
-use crate::mounts::context;
+use crate::errors::context;
 
 const DEVICE: &str = "unirdma0";
 

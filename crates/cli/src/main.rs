@@ -8,6 +8,7 @@ mod capture;
 mod confine;
 mod container;
 mod devices;
+mod errors;
 mod exec;
 mod fleet;
 mod home;

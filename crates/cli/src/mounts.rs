@@ -21,6 +21,7 @@ use rustix::mount::{
 };
 
 use crate::bind::Bind;
+use crate::errors::context;
 use crate::home::{self, Home, Show};
 use crate::idmap::Ids;
 use crate::masked::Hidden;
@@ -37,14 +38,6 @@ const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 /// Devices that reach only what a program has already: its memory, its network namespace, its mounts. If root makes a
 /// container, its user may use them whatever the host's permissions say.
 const OPEN_DEVICES: [&str; 3] = ["userfaultfd", "net/tun", "fuse"];
-
-/// Puts the step that failed before the error's text.
-pub(crate) fn context<E: Into<io::Error>>(what: impl std::fmt::Display) -> impl FnOnce(E) -> io::Error {
-    move |e| {
-        let e = e.into();
-        io::Error::new(e.kind(), format!("{what}: {e}"))
-    }
-}
 
 /// Parameters of a container's file system.
 pub(crate) struct Plan<'a> {

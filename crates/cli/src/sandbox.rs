@@ -19,9 +19,10 @@ use rustix::thread::UnshareFlags;
 use unirdma_host::{VrnicInfo, fdpass};
 
 use crate::bind::Bind;
+use crate::errors::context;
 use crate::home::{Home, Show};
 use crate::idmap::Ids;
-use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC, context};
+use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC};
 use crate::workdir::Working;
 use crate::{confine, process};
 

@@ -111,7 +111,7 @@ impl Guard {
         let dir = File::open(path)?;
         let meta = dir.metadata()?;
         let lock_path = lock_dir.join(format!("working-{}-{}", meta.dev(), meta.ino()));
-        let lock = share(&lock_path).map_err(crate::mounts::context(lock_path.display().to_string()))?;
+        let lock = share(&lock_path).map_err(crate::errors::context(lock_path.display().to_string()))?;
         let mut names = GUARDED.to_vec();
         // In a directory with a repository, git does not look at HEAD.
         if statat(&dir, ".git/HEAD", AtFlags::SYMLINK_NOFOLLOW).is_err() {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{Request, State};
 use axum::http::request::Parts;
-use axum::http::{StatusCode, Version};
+use axum::http::{HeaderMap, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use http_body_util::BodyExt;
@@ -20,11 +20,10 @@ use tonic::{Code, Status};
 use unirdma_fleet::Refusal;
 
 use crate::connections::Guest;
-use crate::grpc;
-use crate::http::{self, token};
+use crate::errors::{self, http_status};
 use crate::message_cost;
 use crate::pki::Caller;
-use crate::rate_limits::{Limit, Limits, Party, Share, Shares};
+use crate::rate_limits::{Party, Share};
 use crate::shared::Shared;
 
 /// Longest body of `apply` and `delete`, and of all other calls with a token.
@@ -49,45 +48,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// sent everything.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Calls in progress, and the bytes of their requests and answers, charged to the callers.
-pub(crate) struct UnderWay {
-    calls: Arc<Shares>,
-    bytes: Arc<Shares>,
-}
-
-impl UnderWay {
-    pub fn new() -> UnderWay {
-        let of = |all, each| Limit { all, each };
-        let calls = Limits {
-            strangers: of(1_024, 128),
-            tokens: of(2_048, 64),
-            admins: of(1_024, 256),
-            hosts: of(65_536, 8),
-            centres: of(2_048, 2_048),
-        };
-        let mib = |all: usize, each: usize| Limit { all: all << 20, each: each << 20 };
-        let bytes = Limits {
-            strangers: mib(16, 2),
-            tokens: mib(192, 64),
-            admins: mib(384, 128),
-            hosts: mib(384, 64),
-            centres: mib(384, 384),
-        };
-        UnderWay {
-            calls: Shares::new("calls under way", calls),
-            bytes: Shares::new("bytes of requests and answers under way", bytes),
-        }
-    }
-
-    /// Charges the party one call.
-    fn call(&self, party: &Party) -> Result<Share, Refusal> {
-        self.calls.take(party, 1).map_err(|full| self.calls.refusal(party, full))
-    }
-
-    /// An account for bytes of the party, with no bytes charged yet.
-    fn bytes(&self, party: &Party) -> Result<Share, Refusal> {
-        self.bytes.take(party, 0).map_err(|full| self.bytes.refusal(party, full))
-    }
+/// The bearer token of a call.
+pub(crate) fn token(headers: &HeaderMap) -> Option<&str> {
+    headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
 }
 
 /// How a caller must authenticate itself.
@@ -152,7 +115,7 @@ impl Stop {
     /// The answer to the caller, for HTTP and for gRPC.
     fn said(self) -> (StatusCode, Status) {
         let (http, code, line) = match self {
-            Stop::Refused(e) => return (http::status(&e), grpc::status(&e)),
+            Stop::Refused(e) => return (http_status(&e), errors::status(&e)),
             Stop::TooLong(most) => {
                 let most = if most < 1 << 20 { format!("{} KiB", most >> 10) } else { format!("{} MiB", most >> 20) };
                 let line = format!("the body is longer than {most}; make several calls of it");
@@ -178,7 +141,7 @@ pub(crate) async fn admit(State(shared): State<Arc<Shared>>, request: Request, n
     let admitted = admitted(&shared, kind, request, next).await;
     admitted.unwrap_or_else(|stop| match stop.said() {
         (_, status) if kind.grpc => status.into_http(),
-        (code, status) => http::said(code, status.message()),
+        (code, status) => errors::said(code, status.message()),
     })
 }
 
@@ -346,7 +309,7 @@ impl HttpBody for Messages {
         // The reader asks for the next message only when it has taken the one before, so that one is no longer charged.
         let mut left = self.coming.len();
         loop {
-            self.held.hold(left).map_err(|e| grpc::status(&e))?;
+            self.held.hold(left).map_err(|e| errors::status(&e))?;
             if let Some(message) = self.next().map_err(|stop| stop.said().1)? {
                 return Poll::Ready(Some(Ok(Frame::data(message))));
             }
@@ -381,7 +344,7 @@ impl HttpBody for Answer {
         // The next part is requested when the caller has taken this one. The length of a part depends on the fleet, not
         // on the reader, so at most `MAX_BODY` of it is charged.
         let part = frame.data_ref().map_or(0, Bytes::len).min(MAX_BODY);
-        self.held.hold(part).map_err(|e| grpc::status(&e))?;
+        self.held.hold(part).map_err(|e| errors::status(&e))?;
         Poll::Ready(Some(Ok(frame)))
     }
 
@@ -397,6 +360,7 @@ impl HttpBody for Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rate_limits::UnderWay;
 
     #[tokio::test]
     async fn messages_of_a_stream_come_whole_however_they_are_cut() {

@@ -6,17 +6,22 @@ use tonic::{Request, Response, Status};
 use unirdma_fleet::v1::centres_client::CentresClient;
 use unirdma_fleet::v1::fleet_client::FleetClient;
 use unirdma_fleet::v1::hosts_client::HostsClient;
-use unirdma_fleet::{Actor, Outcome, Planner, Refusal, v1};
+use unirdma_fleet::{Actor, Centre, Facts, Outcome, Planner, Refusal, v1};
 
-use crate::shared::{Shared, now_ms};
+use crate::pki::Authority;
 
 /// Metadata key of a call that another centre passes on.
 pub(crate) const PASSED_ON: &str = "unirdma-passed-on";
 /// Metadata key of an answer: the revision of the state at that time.
 pub(crate) const REVISION: &str = "unirdma-revision";
-/// Metadata key of a refusal by a centre, as opposed to a transport error. The value `elsewhere` means that this centre
-/// does not allocate.
-pub(crate) const REFUSED: &str = "unirdma-refused";
+/// What a call needs when it is executed.
+pub(crate) struct Context<'a> {
+    pub planner: &'a mut Planner,
+    pub facts: &'a dyn Facts,
+    /// `None`: plain text. Then hosts get no certificates.
+    pub authority: Option<&'a Authority>,
+    pub now_ms: u64,
+}
 
 /// A change that somebody asks for.
 #[tonic::async_trait]
@@ -28,10 +33,10 @@ pub(crate) trait Call: Clone + Send + Sync + 'static {
 
     /// The queue in which the call waits for its turn: the name of a token or host. `None` for an administrator and for
     /// the centre itself. A caller without a valid token gets a refusal at once.
-    fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal>;
+    fn line(&self, centre: &Centre, now_ms: u64) -> Result<Option<String>, Refusal>;
 
     /// Executes the call at this centre's planner.
-    fn make(self, shared: &Shared, planner: &mut Planner, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(self, c: Context<'_>) -> Result<Outcome<Self::Answer>, Refusal>;
 
     /// Sends the call to the centre that allocates.
     async fn pass_on(self, channel: Channel) -> Result<Response<Self::Answer>, Status>;
@@ -61,7 +66,7 @@ pub(crate) struct ByToken<R> {
 pub(crate) trait OperatorCall: Clone + Send + Sync + 'static {
     type Answer: Send + 'static;
     fn may_repeat(&self) -> bool;
-    fn make(self, shared: &Shared, d: &mut Planner, who: &Actor, now: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(self, c: Context<'_>, who: &Actor) -> Result<Outcome<Self::Answer>, Refusal>;
     async fn send(client: FleetClient<Channel>, request: Request<Self>) -> Result<Response<Self::Answer>, Status>;
 }
 
@@ -73,14 +78,14 @@ impl<R: OperatorCall> Call for ByToken<R> {
         self.request.may_repeat()
     }
 
-    fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal> {
-        let actor = shared.centre().actor(&self.token, now_ms())?;
+    fn line(&self, centre: &Centre, now_ms: u64) -> Result<Option<String>, Refusal> {
+        let actor = centre.actor(&self.token, now_ms)?;
         Ok((!actor.is_admin()).then(|| format!("token {}", actor.who())))
     }
 
-    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
-        let actor = planner.actor(&self.token, now)?;
-        self.request.make(shared, planner, &actor, now)
+    fn make(self, c: Context<'_>) -> Result<Outcome<R::Answer>, Refusal> {
+        let actor = c.planner.actor(&self.token, c.now_ms)?;
+        self.request.make(c, &actor)
     }
 
     async fn pass_on(self, channel: Channel) -> Result<Response<R::Answer>, Status> {
@@ -106,9 +111,9 @@ macro_rules! wishes {
                 repeat(self)
             }
 
-            fn make(self, s: &Shared, d: &mut Planner, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
-                let make: fn(Self, &Shared, &mut Planner, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
-                make(self, s, d, who, now)
+            fn make(self, c: Context<'_>, who: &Actor) -> Result<Outcome<v1::$answer>, Refusal> {
+                let make: fn(Self, Context<'_>, &Actor) -> Result<Outcome<v1::$answer>, Refusal> = $make;
+                make(self, c, who)
             }
 
             async fn send(mut client: FleetClient<Channel>, r: Request<Self>) -> Result<Response<v1::$answer>, Status> {
@@ -119,26 +124,24 @@ macro_rules! wishes {
 }
 
 wishes! {
-    ApplyRequest ApplyResponse apply |r| r.objects.iter().all(|o| o.revision == 0), |r, s, d, who, now| d.apply(who, r, s, now);
-    DeleteRequest ApplyResponse delete |_| false, |r, s, d, who, now| d.delete(who, &r, s, now);
-    MoveRequest ApplyResponse r#move |_| true, |r, s, d, who, now| d.move_vrnic(who, &r, s, now);
-    RotateSecretRequest RotateSecretResponse rotate_secret |_| false, |r, s, d, who, now| d.rotate(who, &r.group, s, now);
-    RevokeTokenRequest RevokeTokenResponse revoke_token |_| false, |r, s, d, who, now| d.revoke_token(who, &r.id, s, now);
+    ApplyRequest ApplyResponse apply |r| r.objects.iter().all(|o| o.revision == 0), |r, c, who| c.planner.apply(who, r, c.facts, c.now_ms);
+    DeleteRequest ApplyResponse delete |_| false, |r, c, who| c.planner.delete(who, &r, c.facts, c.now_ms);
+    MoveRequest ApplyResponse r#move |_| true, |r, c, who| c.planner.move_vrnic(who, &r, c.facts, c.now_ms);
+    RotateSecretRequest RotateSecretResponse rotate_secret |_| false, |r, c, who| c.planner.rotate(who, &r.group, c.facts, c.now_ms);
+    RevokeTokenRequest RevokeTokenResponse revoke_token |_| false, |r, c, who| c.planner.revoke_token(who, &r.id, c.facts, c.now_ms);
     CreateTokenRequest CreateTokenResponse create_token |_| false, create_token;
 }
 
 fn create_token(
     r: v1::CreateTokenRequest,
-    shared: &Shared,
-    planner: &mut Planner,
+    c: Context<'_>,
     who: &Actor,
-    now: u64,
 ) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
     let mut random = [0; 32];
     getrandom::fill(&mut random).map_err(|e| Refusal::unavailable(format_args!("there are no random bytes: {e}")))?;
-    let mut made = planner.create_token(who, r.token.unwrap_or_default(), random, shared, now)?;
+    let mut made = c.planner.create_token(who, r.token.unwrap_or_default(), random, c.facts, c.now_ms)?;
     let joins = made.answer.token.as_ref().is_some_and(|t| t.role() == v1::Role::Join);
-    if let Some(authority) = shared.authority.as_ref().filter(|_| joins) {
+    if let Some(authority) = c.authority.filter(|_| joins) {
         // The pin lets the joining host authenticate the centre.
         made.answer.secret = format!("{}.{}", made.answer.secret, authority.pin());
     }
@@ -157,11 +160,11 @@ fn secret_of(token: &str) -> &str {
 ///
 /// # Errors
 /// The token is unknown or does not let this host join, or the token or the host's name is too long.
-pub(crate) fn may_join(r: &v1::JoinRequest, shared: &Shared) -> Result<(), Refusal> {
+pub(crate) fn may_join(r: &v1::JoinRequest, centre: &Centre, now_ms: u64) -> Result<(), Refusal> {
     if r.token.len() > 256 || r.host.len() > 64 {
         return Err(Refusal::invalid("the token or the host's name is too long"));
     }
-    shared.centre().may_join(secret_of(&r.token), &r.host, now_ms())
+    centre.may_join(secret_of(&r.token), &r.host, now_ms)
 }
 
 #[tonic::async_trait]
@@ -172,19 +175,19 @@ impl Call for v1::JoinRequest {
         false
     }
 
-    fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal> {
-        may_join(self, shared)?;
+    fn line(&self, centre: &Centre, now_ms: u64) -> Result<Option<String>, Refusal> {
+        may_join(self, centre, now_ms)?;
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
+    fn make(self, c: Context<'_>) -> Result<Outcome<v1::JoinResponse>, Refusal> {
         // The certificate is made first, so that an invalid certificate request uses up no token. If the token is
         // refused, the certificate is dropped.
-        let answer = match &shared.authority {
+        let answer = match c.authority {
             Some(a) => v1::JoinResponse { certificate: a.host(&self.host, &self.request)?, authority: a.pem().into() },
             None => v1::JoinResponse::default(),
         };
-        let joined = planner.join(secret_of(&self.token), &self.host, shared, now)?;
+        let joined = c.planner.join(secret_of(&self.token), &self.host, c.facts, c.now_ms)?;
         Ok(Outcome { plan: joined.plan, answer })
     }
 
@@ -201,12 +204,12 @@ impl Call for v1::HostHello {
         true
     }
 
-    fn line(&self, _: &Shared) -> Result<Option<String>, Refusal> {
+    fn line(&self, _: &Centre, _: u64) -> Result<Option<String>, Refusal> {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
-        let made = planner.announce(&self.host, &self.hello.unwrap_or_default(), shared, now);
+    fn make(self, c: Context<'_>) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
+        let made = c.planner.announce(&self.host, &self.hello.unwrap_or_default(), c.facts, c.now_ms);
         Ok(Outcome { plan: made.plan, answer: v1::HostAnnounced { refused: made.answer } })
     }
 
@@ -225,12 +228,12 @@ impl Call for v1::HostAsk {
         self.ask.as_ref().is_some_and(|a| matches!(a.change, Some(v1::ask::Change::Put(_))))
     }
 
-    fn line(&self, _: &Shared) -> Result<Option<String>, Refusal> {
+    fn line(&self, _: &Centre, _: u64) -> Result<Option<String>, Refusal> {
         Ok(Some(format!("host {}", self.host)))
     }
 
-    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
-        let made = planner.ask(&self.host, self.ask.unwrap_or_default(), shared, now)?;
+    fn make(self, c: Context<'_>) -> Result<Outcome<v1::HostReply>, Refusal> {
+        let made = c.planner.ask(&self.host, self.ask.unwrap_or_default(), c.facts, c.now_ms)?;
         Ok(Outcome { plan: made.plan, answer: v1::HostReply { reply: Some(made.answer) } })
     }
 

@@ -6,47 +6,22 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::metadata::AsciiMetadataValue;
-use tonic::{Code, Request, Response, Status};
+use tonic::{Request, Response, Status};
 use unirdma_fleet::v1::centres_server::Centres;
 use unirdma_fleet::v1::fleet_server::Fleet;
 use unirdma_fleet::v1::hosts_server::Hosts;
-use unirdma_fleet::{Actor, Refusal, RefusalKind, v1};
+use unirdma_fleet::{Actor, Refusal, v1};
 
+use crate::admit;
 use crate::calls::{self, ByToken, Call, OperatorCall};
+use crate::errors::status;
 use crate::rate_limits::Party;
 use crate::shared::{Shared, now_ms};
-use crate::{host, http, peer_centres, watch};
+use crate::{host, peer_centres, watch};
 
 /// The services of a centre.
 #[derive(Clone)]
 pub(crate) struct Services(pub Arc<Shared>);
-
-/// The gRPC code for each kind of refusal. Any other code means that the change is impossible at present.
-const CODES: [(RefusalKind, Code); 7] = [
-    (RefusalKind::Invalid, Code::InvalidArgument),
-    (RefusalKind::NotFound, Code::NotFound),
-    (RefusalKind::Conflict, Code::FailedPrecondition),
-    (RefusalKind::Stale, Code::Aborted),
-    (RefusalKind::Unknown, Code::Unauthenticated),
-    (RefusalKind::Denied, Code::PermissionDenied),
-    (RefusalKind::Full, Code::ResourceExhausted),
-];
-
-/// Converts a refusal to a gRPC status.
-pub(crate) fn status(e: &Refusal) -> Status {
-    let code = CODES.iter().find(|(kind, _)| *kind == e.kind).map_or(Code::Unavailable, |(_, code)| *code);
-    let mut status = Status::new(code, e.what.clone());
-    status.metadata_mut().insert(calls::REFUSED, AsciiMetadataValue::from_static("here"));
-    status
-}
-
-/// Converts a gRPC status to a refusal.
-pub(crate) fn refusal(status: &Status) -> Refusal {
-    let of = CODES.iter().find(|(_, code)| *code == status.code());
-    let kind = of.map_or(RefusalKind::Unavailable, |(kind, _)| *kind);
-    Refusal { kind, what: status.message().into() }
-}
 
 type Answer<T> = Result<Response<T>, Status>;
 
@@ -80,7 +55,7 @@ impl Services {
 }
 
 fn token<T>(request: &Request<T>) -> Option<&str> {
-    http::token(request.metadata().as_ref())
+    admit::token(request.metadata().as_ref())
 }
 
 /// The party that calls, as [`crate::admit`] found it.
@@ -162,7 +137,7 @@ impl Hosts for Services {
     async fn join(&self, r: Request<v1::JoinRequest>) -> Answer<v1::JoinResponse> {
         let passed_on = is_passed_on(&r);
         // Anybody may call this. A wrong token costs a look at the state, and does not take a turn from other callers.
-        let may = calls::may_join(r.get_ref(), &self.0);
+        let may = calls::may_join(r.get_ref(), &self.0.centre(), now_ms());
         may.inspect_err(|e| self.0.metrics.refused(e)).map_err(|e| status(&e))?;
         self.change(r.into_inner(), passed_on).await
     }

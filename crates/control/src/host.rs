@@ -10,6 +10,7 @@ use tonic::{Code, Status, Streaming};
 use unirdma_fleet::v1::{self, from_host, to_host};
 use unirdma_fleet::{Refusal, SILENCE_MS};
 
+use crate::errors::refusal;
 use crate::shared::{Registration, Shared, now_ms};
 
 /// Time limit for a host's hello, and for its reading of a message.
@@ -172,7 +173,7 @@ impl Connection {
             None => {
                 match self.meanwhile(tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false))).await? {
                     Ok(Ok(done)) => done.refused,
-                    Ok(Err(e)) if e.code() != Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
+                    Ok(Err(e)) if e.code() != Code::Unavailable => return Err(refusal(&e).into()),
                     _ => {
                         *hello = Some(announced);
                         return Ok(());
@@ -213,7 +214,7 @@ impl Connection {
                         self.hear(m).await?;
                     }
                     Ok(Some(_)) => return Err(Refusal::invalid("a message that this centre does not know; update the centre first").into()),
-                    Err(e) if e.code() == Code::ResourceExhausted => return Err(crate::grpc::refusal(&e).into()),
+                    Err(e) if e.code() == Code::ResourceExhausted => return Err(refusal(&e).into()),
                     _ => return Err(End::Gone),
                 },
                 _ = alive.tick() => {

@@ -1,5 +1,5 @@
-//! The calls as HTTP with JSON, in proto3's JSON mapping. [`ROUTES`] gives the address of each call; the OpenAPI
-//! document is generated from it and the .proto file.
+//! The calls as HTTP with JSON, in proto3's JSON mapping. [`crate::routes`] gives the address of each call; the
+//! OpenAPI document is generated from it and the .proto file.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -7,17 +7,17 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Query, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio_stream::StreamExt;
-use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
+use unirdma_fleet::{Actor, Kind, Refusal, v1};
 
-use crate::admit::MAX_BODY;
+use crate::admit::{MAX_BODY, token};
 use crate::calls::{ByToken, OperatorCall};
-use crate::grpc::refusal;
+use crate::errors::{JSON, http_status, json, refusal, said};
 use crate::openapi;
 use crate::shared::{Shared, now_ms};
 use crate::watch;
@@ -26,19 +26,6 @@ use crate::watch;
 const ALIVE: Duration = Duration::from_secs(5);
 
 type S = State<Arc<Shared>>;
-
-/// The HTTP status for a refusal.
-pub(crate) fn status(e: &Refusal) -> StatusCode {
-    match e.kind {
-        RefusalKind::Invalid => StatusCode::BAD_REQUEST,
-        RefusalKind::NotFound => StatusCode::NOT_FOUND,
-        RefusalKind::Conflict | RefusalKind::Stale => StatusCode::CONFLICT,
-        RefusalKind::Unknown => StatusCode::UNAUTHORIZED,
-        RefusalKind::Denied => StatusCode::FORBIDDEN,
-        RefusalKind::Full => StatusCode::TOO_MANY_REQUESTS,
-        RefusalKind::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
-    }
-}
 
 /// A refusal as an HTTP answer.
 struct Refused(Refusal);
@@ -51,30 +38,11 @@ impl From<Refusal> for Refused {
 
 impl IntoResponse for Refused {
     fn into_response(self) -> Response {
-        said(status(&self.0), &self.0.what)
+        said(http_status(&self.0), &self.0.what)
     }
-}
-
-/// An answer with one line that says why nothing was done.
-pub(crate) fn said(code: StatusCode, line: &str) -> Response {
-    (code, json(&serde_json::json!({ "error": line }))).into_response()
 }
 
 type Answer = Result<Response, Refused>;
-
-const JSON: &str = "application/json";
-
-fn json(value: &impl Serialize) -> Response {
-    match serde_json::to_string(value) {
-        Ok(text) => ([(header::CONTENT_TYPE, JSON), (header::CACHE_CONTROL, "no-store")], text).into_response(),
-        Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.to_string()).into_response(),
-    }
-}
-
-/// The bearer token of a call.
-pub(crate) fn token(headers: &HeaderMap) -> Option<&str> {
-    headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
-}
 
 fn actor(shared: &Shared, headers: &HeaderMap) -> Result<Actor, Refused> {
     Ok(shared.actor(token(headers))?)
@@ -87,10 +55,10 @@ async fn in_json(response: Response) -> Response {
     if !status.is_client_error() || kind.is_some_and(|k| k.as_bytes().starts_with(JSON.as_bytes())) {
         return response;
     }
-    let said = axum::body::to_bytes(response.into_body(), 4096).await.unwrap_or_default();
-    let said = String::from_utf8_lossy(&said);
-    let line = if said.is_empty() { status.canonical_reason().unwrap_or("refused") } else { &said };
-    self::said(status, &Refusal::invalid(line).what)
+    let text = axum::body::to_bytes(response.into_body(), 4096).await.unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let line = if text.is_empty() { status.canonical_reason().unwrap_or("refused") } else { &text };
+    said(status, &Refusal::invalid(line).what)
 }
 
 /// Parses a body, which has been read whole.
@@ -99,24 +67,6 @@ async fn body<M: DeserializeOwned>(body: Body) -> Result<M, Refused> {
     serde_json::from_slice(&bytes)
         .map_err(|e| Refused(Refusal::invalid(format_args!("the body is not what it must be: {e}"))))
 }
-
-/// The routes: method, address, and the gRPC call that they stand for.
-pub(crate) const ROUTES: [(&str, &str, &str); 14] = [
-    ("post", "/api/v1/apply", "Apply"),
-    ("get", "/api/v1/objects", "Get"),
-    ("get", "/api/v1/objects/{kind}", "Get"),
-    ("get", "/api/v1/objects/{kind}/{name}", "Get"),
-    ("delete", "/api/v1/objects/{kind}/{name}", "Delete"),
-    ("post", "/api/v1/delete", "Delete"),
-    ("get", "/api/v1/watch", "Watch"),
-    ("post", "/api/v1/move", "Move"),
-    ("post", "/api/v1/secrets", "RotateSecret"),
-    ("post", "/api/v1/tokens", "CreateToken"),
-    ("get", "/api/v1/tokens", "ListTokens"),
-    ("delete", "/api/v1/tokens/{id}", "RevokeToken"),
-    ("get", "/api/v1/audit", "Audit"),
-    ("get", "/api/v1/status", "Status"),
-];
 
 /// Adds the calls to a router.
 pub(crate) fn routes(router: Router, shared: Arc<Shared>) -> Router {

@@ -9,19 +9,24 @@ mod calls;
 mod change_turns;
 mod connections;
 mod election;
+mod errors;
 mod grpc;
 mod host;
 mod http;
 mod message_cost;
 mod metrics;
+mod metrics_page;
 mod openapi;
 mod peer_centres;
+mod peer_channels;
 mod pki;
 mod rate_limits;
+mod routes;
 mod serve;
 mod shared;
 mod store;
 mod watch;
+mod watchers;
 mod web;
 
 use std::io;
@@ -259,7 +264,7 @@ impl Listening {
                 store::Opened::File(_) => std::future::pending().await,
             }
         };
-        let scrapers = metrics::routes(self.shared.clone());
+        let scrapers = metrics_page::routes(self.shared.clone());
         let scraped = async move {
             match self.scrapers {
                 Some(listener) => serve::serve(listener, None, scrapers, Connections::of_metrics()).await,

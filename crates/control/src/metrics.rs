@@ -1,23 +1,11 @@
-//! Metrics of a centre for Prometheus: `unirdma control run --metrics ADDR:PORT`. Calls and messages are counted here;
-//! numbers of objects are taken from the state when a page is read. Label values are fixed words, so the number of
-//! series is fixed, too.
+//! Counters of calls and messages. Label values are fixed words, so the number of series is fixed, too.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use axum::Router;
-use axum::extract::State;
-use axum::http::header;
-use axum::routing::get;
 use prost::Message;
-use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
-use unirdma_metrics::{CONTENT_TYPE, Kind as Family, Value, Writer};
-
-use crate::shared::{Shared, now_ms};
-
-/// Time for which one page is served to all readers.
-const FRESH: Duration = Duration::from_secs(1);
+use unirdma_fleet::{Kind, Refusal, RefusalKind, v1};
+use unirdma_metrics::{Kind as Family, Value, Writer};
 
 /// Upper edges of the histogram of store times: in microseconds, and as Prometheus reads them.
 const EDGES: [(u64, &str); 10] = [
@@ -102,7 +90,8 @@ impl Metrics {
         self.update_bytes.fetch_add(update.encoded_len() as u64, Relaxed);
     }
 
-    fn write(&self, w: &mut Writer) {
+    /// Writes the counters to a page.
+    pub fn write(&self, w: &mut Writer) {
         let read = |n: &AtomicU64| Value::N(n.load(Relaxed));
         let name = "unirdma_control_object_changes_total";
         w.head(name, "counter", "Objects that were made, changed and deleted, by kind.");
@@ -136,61 +125,4 @@ impl Metrics {
         w.line(&format!("{name}_sum"), &[], Value::Ns(self.kept_ns.load(Relaxed)));
         w.line(&format!("{name}_count"), &[], Value::N(count));
     }
-}
-
-/// The whole page.
-fn page(shared: &Shared) -> String {
-    let now = now_ms();
-    let (status, figures) = (shared.status(&Actor::centre()), shared.centre().figures(now));
-    let mut w = Writer::default();
-    w.head("unirdma_build_info", "gauge", "Which program this is.");
-    w.line("unirdma_build_info", &[("version", &status.version)], Value::N(1));
-    let mut one = |name: &str, help: &str, value: u64| w.one(name, Family::Gauge, help, value);
-    one("unirdma_control_allocates", "1 if this centre makes changes, 0 if another one does.", status.allocates.into());
-    one("unirdma_control_revision", "How many changes made the state.", status.revision);
-    one("unirdma_control_hosts_connected", "Hosts that are connected.", status.hosts_connected.into());
-    let help = "Connected hosts that have not put in force yet all that they were told.";
-    one("unirdma_control_hosts_behind", help, figures.behind);
-    let help = "Connected hosts with something that they could not do; `unirdma get host` says what.";
-    one("unirdma_control_hosts_with_problems", help, figures.with_problems);
-    let help = "Connected hosts whose clock is more than 5 s from the centre's.";
-    one("unirdma_control_hosts_clock_off", help, figures.clock_off);
-    let watching = shared.watchers.count();
-    one("unirdma_control_watchers", "Who watches: web pages and `unirdma watch`.", watching as u64);
-    let name = "unirdma_control_objects";
-    w.head(name, "gauge", "What is declared, by kind.");
-    for (kind, n) in
-        [("host", status.hosts), ("group", status.groups), ("vrnic", status.vrnics), ("rule", status.rules)]
-    {
-        w.line(name, &[("kind", kind)], Value::N(n.into()));
-    }
-    shared.metrics.write(&mut w);
-    w.finish()
-}
-
-/// A centre, and the last page made for it.
-struct Pages {
-    shared: Arc<Shared>,
-    kept: Mutex<Option<(Instant, String)>>,
-}
-
-impl Pages {
-    /// A page that is at most [`FRESH`] old. Making one iterates over all hosts.
-    fn page(&self) -> String {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, page)) = kept.as_ref().filter(|k| k.0.elapsed() < FRESH) {
-            return page.clone();
-        }
-        let page = page(&self.shared);
-        *kept = Some((Instant::now(), page.clone()));
-        page
-    }
-}
-
-/// Answers scrapers at `/metrics`.
-pub(crate) fn routes(shared: Arc<Shared>) -> Router {
-    let pages = Arc::new(Pages { shared, kept: Mutex::default() });
-    let answer =
-        |State(pages): State<Arc<Pages>>| async move { ([(header::CONTENT_TYPE, CONTENT_TYPE)], pages.page()) };
-    Router::new().route("/metrics", get(answer)).with_state(pages)
 }

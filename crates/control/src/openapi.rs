@@ -6,7 +6,7 @@ use prost_types::{DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, Fi
 use serde_json::{Map, Value, json};
 use unirdma_fleet::{Limit, MAX_APPLY, RULES, VRNICS, WATCHERS};
 
-use crate::http::ROUTES;
+use crate::routes::ROUTES;
 
 const PACKAGE: &str = ".unirdma.fleet.v1.";
 

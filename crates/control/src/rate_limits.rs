@@ -198,6 +198,47 @@ impl Drop for Share {
     }
 }
 
+/// Calls in progress, and the bytes of their requests and answers, charged to the callers.
+pub(crate) struct UnderWay {
+    calls: Arc<Shares>,
+    bytes: Arc<Shares>,
+}
+
+impl UnderWay {
+    pub fn new() -> UnderWay {
+        let of = |all, each| Limit { all, each };
+        let calls = Limits {
+            strangers: of(1_024, 128),
+            tokens: of(2_048, 64),
+            admins: of(1_024, 256),
+            hosts: of(65_536, 8),
+            centres: of(2_048, 2_048),
+        };
+        let mib = |all: usize, each: usize| Limit { all: all << 20, each: each << 20 };
+        let bytes = Limits {
+            strangers: mib(16, 2),
+            tokens: mib(192, 64),
+            admins: mib(384, 128),
+            hosts: mib(384, 64),
+            centres: mib(384, 384),
+        };
+        UnderWay {
+            calls: Shares::new("calls under way", calls),
+            bytes: Shares::new("bytes of requests and answers under way", bytes),
+        }
+    }
+
+    /// Charges the party one call.
+    pub fn call(&self, party: &Party) -> Result<Share, Refusal> {
+        self.calls.take(party, 1).map_err(|full| self.calls.refusal(party, full))
+    }
+
+    /// An account for bytes of the party, with no bytes charged yet.
+    pub fn bytes(&self, party: &Party) -> Result<Share, Refusal> {
+        self.bytes.take(party, 0).map_err(|full| self.bytes.refusal(party, full))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,14 +11,15 @@ use tokio::time::Instant;
 use tonic::Status;
 use unirdma_fleet::{Actor, Centre, Facts, News, Outcome, Plan, Planner, Refusal, Write, v1};
 
-use crate::admit::UnderWay;
-use crate::calls::{self, Call};
+use crate::calls::{self, Call, Context};
 use crate::change_turns::Turns;
+use crate::errors::{elsewhere, is_elsewhere, status};
 use crate::metrics::Metrics;
-use crate::peer_centres::Others;
+use crate::peer_channels::Others;
 use crate::pki::Authority;
+use crate::rate_limits::UnderWay;
 use crate::store::{Opened, Snapshot, StoreError};
-use crate::watch::Watchers;
+use crate::watchers::Watchers;
 
 /// Greatest number of hosts that are sent a complete update at the same time.
 const MAX_WHOLES: usize = 16;
@@ -104,13 +105,6 @@ impl From<Refusal> for NotMade {
     }
 }
 
-/// A refusal that says that this centre does not allocate.
-pub(crate) fn elsewhere() -> Status {
-    let mut status = Status::unavailable("this centre does not allocate; ask another one");
-    status.metadata_mut().insert(calls::REFUSED, tonic::metadata::AsciiMetadataValue::from_static("elsewhere"));
-    status
-}
-
 impl Shared {
     /// A centre with this state and store, which other centres reach at `url`.
     pub fn new(
@@ -159,7 +153,7 @@ impl Shared {
     /// Makes a change, here or at the centre that allocates. If none allocates, waits for an election. `passed_on`: the
     /// call comes from another centre, so it is not passed on again.
     pub(crate) async fn run<C: Call>(self: &Arc<Self>, call: C, passed_on: bool) -> Result<C::Answer, Status> {
-        let refused = |e: Refusal| crate::grpc::status(&e);
+        let refused = |e: Refusal| status(&e);
         let deadline = Instant::now() + ELECTION;
         let mut roles = self.role.subscribe();
         loop {
@@ -210,13 +204,13 @@ impl Shared {
                 self.wait_for(calls::revision_of(answer.metadata()), BEHIND).await;
                 Some(Ok(answer.into_inner()))
             }
-            Err(e) => match e.metadata().get(calls::REFUSED).map(|v| v.as_bytes() == b"elsewhere") {
+            Err(e) => match is_elsewhere(&e) {
                 Some(true) => None,
                 Some(false) => Some(Err(e)),
                 None => {
                     self.others.forget(url);
                     let text = "the centre that allocates went away before it answered: look whether it was done, and do it again if not";
-                    (!may_repeat).then(|| Err(crate::grpc::status(&Refusal::unavailable(text))))
+                    (!may_repeat).then(|| Err(status(&Refusal::unavailable(text))))
                 }
             },
         }
@@ -263,7 +257,7 @@ impl Shared {
                 self.metrics.refused(e);
             }
         };
-        let line = call.line(self).map_err(NotMade::from).inspect_err(refused)?;
+        let line = call.line(&self.centre(), now_ms()).map_err(NotMade::from).inspect_err(refused)?;
         let turn = self.turns.take(line).await.map_err(NotMade::from).inspect_err(refused)?;
         let shared = self.clone();
         let done = tokio::spawn(async move {
@@ -271,7 +265,11 @@ impl Shared {
             if !shared.allocates() {
                 return Err(NotMade::Elsewhere);
             }
-            let outcome = shared.with_planner(move |shared, planner| call.make(shared, planner, now_ms())).await??;
+            let make = move |shared: &Arc<Shared>, planner: &mut Planner| {
+                let authority = shared.authority.as_ref();
+                call.make(Context { planner, facts: &**shared, authority, now_ms: now_ms() })
+            };
+            let outcome = shared.with_planner(make).await??;
             if let Some(plan) = outcome.plan {
                 let begun = std::time::Instant::now();
                 shared.keep(plan).await?;
@@ -410,13 +408,10 @@ impl Shared {
 
     /// Hides the store's errors from tenants: they are not told what is wrong with it, nor where it is.
     pub(crate) fn told(&self, actor: &Actor, e: Status) -> Status {
-        let elsewhere = e.metadata().get(calls::REFUSED).is_some_and(|v| v.as_bytes() == b"elsewhere");
-        if actor.sees_all() || e.code() != tonic::Code::Unavailable || elsewhere {
+        if actor.sees_all() || e.code() != tonic::Code::Unavailable || is_elsewhere(&e) == Some(true) {
             return e;
         }
-        crate::grpc::status(&Refusal::unavailable(
-            "nothing can be changed now; look later whether it was done, and ask again",
-        ))
+        status(&Refusal::unavailable("nothing can be changed now; look later whether it was done, and ask again"))
     }
 
     /// The centre's status: the figures that an actor may see.
@@ -466,12 +461,12 @@ impl Call for Due {
         true
     }
 
-    fn line(&self, _: &Shared) -> Result<Option<String>, Refusal> {
+    fn line(&self, _: &Centre, _: u64) -> Result<Option<String>, Refusal> {
         Ok(None)
     }
 
-    fn make(self, shared: &Shared, planner: &mut Planner, now: u64) -> Result<Outcome<()>, Refusal> {
-        Ok(Outcome { plan: planner.tick(shared, now), answer: () })
+    fn make(self, c: Context<'_>) -> Result<Outcome<()>, Refusal> {
+        Ok(Outcome { plan: c.planner.tick(c.facts, c.now_ms), answer: () })
     }
 
     async fn pass_on(self, _: tonic::transport::Channel) -> Result<tonic::Response<()>, Status> {

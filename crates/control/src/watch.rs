@@ -1,13 +1,12 @@
 //! Watching: all objects, then each change, and the reports of hosts. Only the few messages under way are queued for a
 //! watcher. A watcher that falls behind the centre's log of changes is cut off.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use unirdma_fleet::{Actor, Refusal, WATCHERS, v1};
+use unirdma_fleet::{Actor, Refusal, v1};
 
 use crate::shared::{Shared, now_ms};
 
@@ -15,48 +14,6 @@ use crate::shared::{Shared, now_ms};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Interval of reported states.
 const STATES: Duration = Duration::from_secs(2);
-
-/// Number of watchers, by token.
-#[derive(Default)]
-pub(crate) struct Watchers(Mutex<HashMap<String, usize>>);
-
-/// The place of one watcher.
-struct Place {
-    watchers: Arc<Watchers>,
-    who: String,
-}
-
-impl Watchers {
-    fn by_token(&self) -> MutexGuard<'_, HashMap<String, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// How many watch.
-    pub fn count(&self) -> usize {
-        self.by_token().values().sum()
-    }
-
-    /// Takes a place. Dropping it returns the place.
-    fn take(self: &Arc<Self>, actor: &Actor) -> Result<Place, Refusal> {
-        let mut by_token = self.by_token();
-        let (all, own) = (by_token.values().sum::<usize>() + 1, by_token.get(actor.who()).map_or(1, |n| n + 1));
-        WATCHERS.room(actor, all, own, WATCHERS.part())?;
-        by_token.insert(actor.who().into(), own);
-        Ok(Place { watchers: self.clone(), who: actor.who().into() })
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut by_token = self.watchers.by_token();
-        if let Some(own) = by_token.get_mut(&self.who) {
-            *own -= 1;
-            if *own == 0 {
-                by_token.remove(&self.who);
-            }
-        }
-    }
-}
 
 type Sender = mpsc::Sender<Result<v1::WatchResponse, Refusal>>;
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use unirdma_mem::holes::Room;
 
-use crate::blocking_fd::Closer;
+use crate::closer::Closer;
 
 /// A resource that accounts count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

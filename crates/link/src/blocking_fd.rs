@@ -1,26 +1,19 @@
-//! Descriptors that programs can make slow to close, and the threads that close them.
+//! Descriptors that programs can make slow to close.
 //!
 //! `close(2)` may wait for the peer of a socket that lingers, for the server of a FUSE file, or for the holder of a
 //! lock of a pipe or an epoll set. It may also close others: descriptors in unread messages of a socket. So descriptors
-//! that a program has sent, and sockets that it writes to, are [`BlockingFd`]: a thread of the [`Closer`] closes them.
+//! that a program has sent, and sockets that it writes to, are [`BlockingFd`]: a thread of the account's closer closes
+//! them.
 //! Only memory files are closed at once.
 //!
 //! The descriptors of one vRNIC are closed one after the other, so a vRNIC delays only itself. A descriptor stays on
 //! the account of its vRNIC until it is closed.
 
-use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
 
 use crate::accounts::{Ledger, Resource, Ticket};
 
-/// Most threads, and so most vRNICs whose descriptors are being closed at one time.
-const MAX_THREADS: usize = 32;
-/// A thread ends after this time without work.
-const IDLE: Duration = Duration::from_secs(1);
-
-/// A descriptor that may be slow to close, on an account. When it is dropped, the account's [`Closer`] closes it, if
+/// A descriptor that may be slow to close, on an account. When it is dropped, the account's closer closes it, if
 /// there is one.
 #[derive(Debug)]
 pub struct BlockingFd(Option<Held>);
@@ -73,91 +66,8 @@ impl Drop for BlockingFd {
             && let Some(closer) = held.ticket.closer()
             && !unirdma_mem::is_memory(held.fd.as_fd())
         {
-            closer.clone().close(held);
+            closer.clone().close(held.ticket.account(), Box::new(held));
         }
-    }
-}
-
-/// Closes descriptors of several accounts. Clones share the threads.
-#[derive(Clone, Debug)]
-pub struct Closer(Arc<Shared>);
-
-#[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
-    work: Condvar,
-    /// Called by each thread at its start.
-    begin: fn(),
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// Descriptors to be closed, by account. An account is present while one of its descriptors waits or is being
-    /// closed.
-    lanes: HashMap<usize, VecDeque<Held>>,
-    /// Accounts that have waiting descriptors, none of which is being closed.
-    ready: VecDeque<usize>,
-    threads: usize,
-    /// Threads without work, including those that were just started.
-    idle: usize,
-}
-
-impl Closer {
-    /// Threads are started on demand, by the thread that drops a descriptor.
-    pub fn new(begin: fn()) -> Self {
-        Closer(Arc::new(Shared { state: Mutex::default(), work: Condvar::new(), begin }))
-    }
-
-    fn close(&self, held: Held) {
-        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let account = held.ticket.account();
-        match state.lanes.get_mut(&account) {
-            Some(lane) => lane.push_back(held),
-            None => {
-                state.lanes.insert(account, VecDeque::from([held]));
-                state.ready.push_back(account);
-            }
-        }
-        if state.ready.len() <= state.idle {
-            self.0.work.notify_one();
-        } else if state.threads < MAX_THREADS {
-            let shared = self.0.clone();
-            // If no thread can be started, the next descriptor tries again.
-            if std::thread::Builder::new().name("unirdma-closer".into()).spawn(move || shared.run()).is_ok() {
-                state.threads += 1;
-                state.idle += 1;
-            }
-        }
-    }
-}
-
-impl Shared {
-    fn run(&self) {
-        (self.begin)();
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.idle -= 1;
-        loop {
-            let Some(account) = state.ready.pop_front() else {
-                state.idle += 1;
-                let (woken, waited) = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
-                state = woken;
-                state.idle -= 1;
-                if waited.timed_out() && state.ready.is_empty() {
-                    break;
-                }
-                continue;
-            };
-            let held = state.lanes.get_mut(&account).and_then(VecDeque::pop_front);
-            drop(state);
-            drop(held);
-            state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            if state.lanes.get(&account).is_some_and(VecDeque::is_empty) {
-                state.lanes.remove(&account);
-            } else {
-                state.ready.push_back(account);
-            }
-        }
-        state.threads -= 1;
     }
 }
 
@@ -165,9 +75,10 @@ impl Shared {
 mod tests {
     use super::*;
     use crate::accounts::KINDS;
+    use crate::closer::Closer;
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
 
     /// A TCP socket whose `close` waits until its peer is closed.
     fn lingering() -> (OwnedFd, TcpStream) {
@@ -210,13 +121,13 @@ mod tests {
         }
         until(|| used(&other) == 0);
         assert_eq!(used(&slow), 3);
-        let threads = closer.0.state.lock().unwrap().threads;
+        let threads = closer.threads();
         assert!((1..=3).contains(&threads), "{threads} threads");
         drop(peers);
         until(|| used(&slow) == 0);
         assert!(began.elapsed() < Duration::from_secs(10));
-        until(|| closer.0.state.lock().unwrap().threads == 0);
-        assert!(closer.0.state.lock().unwrap().lanes.is_empty());
+        until(|| closer.threads() == 0);
+        assert!(closer.is_idle());
     }
 
     #[test]
@@ -224,6 +135,6 @@ mod tests {
         let closer = Closer::new(|| panic!("no thread is needed"));
         let ledger = Ledger::of_host([1000; KINDS]).with_closer(closer.clone()).for_vrnic([None; KINDS]);
         drop(foreign(rustix::fs::memfd_create(c"m", rustix::fs::MemfdFlags::CLOEXEC).unwrap(), &ledger));
-        assert_eq!((used(&ledger), closer.0.state.lock().unwrap().threads), (0, 0));
+        assert_eq!((used(&ledger), closer.threads()), (0, 0));
     }
 }
