@@ -137,8 +137,8 @@ struct verbs_mr {
 	int type, access;
 };
 
-int ibv_cmd_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t va, int access, struct verbs_mr *mr, void *cmd,
-		   size_t cmd_size, void *resp, size_t resp_size)
+int ibv_cmd_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t va, int access,
+		struct verbs_mr *mr, void *cmd, size_t cmd_size, void *resp, size_t resp_size)
 {
 	(void)pd, (void)addr, (void)length, (void)va, (void)cmd, (void)resp;
 	mr->access = access;
@@ -146,8 +146,8 @@ int ibv_cmd_reg_mr(struct ibv_pd *pd, void *addr, size_t length, uint64_t va, in
 	return cmd_size == 48 && resp_size == 12 ? fails() : EINVAL;
 }
 
-int ibv_cmd_rereg_mr(struct verbs_mr *mr, uint32_t flags, void *addr, size_t length, uint64_t va, int access, struct ibv_pd *pd,
-		     void *cmd, size_t cmd_size, void *resp, size_t resp_size)
+int ibv_cmd_rereg_mr(struct verbs_mr *mr, uint32_t flags, void *addr, size_t length, uint64_t va, int access,
+		struct ibv_pd *pd, void *cmd, size_t cmd_size, void *resp, size_t resp_size)
 {
 	(void)mr, (void)flags, (void)addr, (void)length, (void)va, (void)access, (void)pd, (void)cmd, (void)resp;
 	return cmd_size == 56 && resp_size == 8 ? fails() : EINVAL;
@@ -179,8 +179,8 @@ static void new_cq(struct ibv_cq *cq, int cqe, struct cq_resp *r)
 	cq->cqe = r->entries;
 }
 
-int ibv_cmd_create_cq(struct ibv_context *c, int cqe, void *channel, int vector, struct ibv_cq *cq, void *cmd, size_t cmd_size,
-		      void *resp, size_t resp_size)
+int ibv_cmd_create_cq(struct ibv_context *c, int cqe, void *channel, int vector, struct ibv_cq *cq,
+		void *cmd, size_t cmd_size, void *resp, size_t resp_size)
 {
 	(void)channel, (void)vector, (void)cmd;
 	if (cmd_size != 40 || resp_size != sizeof(struct cq_resp))
@@ -216,14 +216,15 @@ int ibv_cmd_destroy_cq(struct ibv_cq *cq)
 }
 
 /* 16 sends of 4 SGEs or 128 bytes, 16 receives of 4 SGEs. */
-int ibv_cmd_create_qp_ex(struct ibv_context *c, struct ibv_qp *qp, struct ibv_qp_init_attr_ex *attr, void *cmd, size_t cmd_size,
-			 void *resp, size_t resp_size)
+int ibv_cmd_create_qp_ex(struct ibv_context *c, struct ibv_qp *qp, struct ibv_qp_init_attr_ex *attr,
+		void *cmd, size_t cmd_size, void *resp, size_t resp_size)
 {
 	static uint32_t number = 0x100;
 	struct {
 		uint32_t core[8];
 		uint64_t offset, size;
-		uint32_t sq_offset, rq_offset, sq_entries, sq_stride, rq_entries, rq_stride, slot, max_inline, max_send_sge, max_recv_sge;
+		uint32_t sq_offset, rq_offset, sq_entries, sq_stride, rq_entries, rq_stride, slot;
+		uint32_t max_inline, max_send_sge, max_recv_sge;
 	} *r = resp;
 	struct area a;
 
@@ -259,8 +260,8 @@ int ibv_cmd_create_qp_ex(struct ibv_context *c, struct ibv_qp *qp, struct ibv_qp
 	return 0;
 }
 
-int ibv_cmd_open_qp(struct ibv_context *c, struct ibv_qp *qp, int size, struct ibv_qp_open_attr *attr, void *cmd, size_t cmd_size,
-		    void *resp, size_t resp_size)
+int ibv_cmd_open_qp(struct ibv_context *c, struct ibv_qp *qp, int size, struct ibv_qp_open_attr *attr,
+		void *cmd, size_t cmd_size, void *resp, size_t resp_size)
 {
 	(void)cmd, (void)resp;
 	if (size < 376 || cmd_size != 40 || resp_size != 32)
@@ -277,7 +278,8 @@ int ibv_cmd_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, voi
 	return cmd_size == 120 ? fails() : EINVAL;
 }
 
-int ibv_cmd_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init, void *cmd, size_t cmd_size)
+int ibv_cmd_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init,
+		void *cmd, size_t cmd_size)
 {
 	(void)qp, (void)mask, (void)init, (void)cmd;
 	attr->qkey = 9;
@@ -346,8 +348,8 @@ int ibv_cmd_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int mask,
 	return 0;
 }
 
-int ibv_cmd_open_xrcd(struct ibv_context *c, struct ibv_xrcd *xrcd, int size, struct ibv_xrcd_init_attr *attr, void *cmd,
-		      size_t cmd_size, void *resp, size_t resp_size)
+int ibv_cmd_open_xrcd(struct ibv_context *c, struct ibv_xrcd *xrcd, int size,
+		struct ibv_xrcd_init_attr *attr, void *cmd, size_t cmd_size, void *resp, size_t resp_size)
 {
 	(void)attr, (void)cmd, (void)resp;
 	if (size != 16 || cmd_size != 24 || resp_size != 4)
@@ -363,8 +365,8 @@ int ibv_cmd_close_xrcd(struct ibv_xrcd *xrcd)
 	return fails();
 }
 
-int ibv_cmd_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type, struct ibv_mw *mw, void *cmd, size_t cmd_size, void *resp,
-		     size_t resp_size)
+int ibv_cmd_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type, struct ibv_mw *mw, void *cmd, size_t cmd_size,
+		void *resp, size_t resp_size)
 {
 	(void)cmd, (void)resp;
 	if (cmd_size != 24 || resp_size != 8)
