@@ -10,24 +10,34 @@ pub(crate) struct Bind {
     pub read_only: bool,
 }
 
+/// What is wrong with a `--bind`. Each text is one line that says what to do.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BindError {
+    #[error("expected SRC, SRC:DST, SRC:ro or SRC:DST:ro")]
+    Form,
+    #[error("{part} `{}` {why}; write it from `/` on", .path.display())]
+    Path { part: &'static str, path: PathBuf, why: &'static str },
+    #[error("nothing can be put at `{}` of a container; choose another DST, as in {from}:/mnt", .target.display())]
+    Taken { target: PathBuf, from: String },
+    #[error("SRC `{}`: {error}", .path.display())]
+    Source { path: PathBuf, error: std::io::Error },
+}
+
 /// Paths of a container that cannot be replaced.
 const TAKEN: [&str; 4] = ["/", "/dev", "/proc", "/sys"];
 
-fn absolute(path: &str, what: &str) -> Result<PathBuf, String> {
+fn absolute(path: &str, part: &'static str) -> Result<PathBuf, BindError> {
     let path = Path::new(path);
     let plain = path.components().all(|c| matches!(c, Component::RootDir | Component::Normal(_)));
     if path.is_absolute() && plain {
         return Ok(path.components().collect());
     }
     let why = if path.is_absolute() { "has `..` in it" } else { "is no absolute path" };
-    Err(format!("{what} `{}` {why}; write it from `/` on", path.display()))
+    Err(BindError::Path { part, path: path.into(), why })
 }
 
 /// Reads `SRC[:DST][:ro]`.
-///
-/// # Errors
-/// One line that says what is wrong.
-pub(crate) fn parse(text: &str) -> Result<Bind, String> {
+pub(crate) fn parse(text: &str) -> Result<Bind, BindError> {
     let mut words: Vec<&str> = text.split(':').collect();
     let read_only = words.len() > 1 && words.last() == Some(&"ro");
     if read_only {
@@ -36,16 +46,17 @@ pub(crate) fn parse(text: &str) -> Result<Bind, String> {
     let (source, target) = match words[..] {
         [source] => (source, source),
         [source, target] => (source, target),
-        _ => return Err("expected SRC, SRC:DST, SRC:ro or SRC:DST:ro".into()),
+        _ => return Err(BindError::Form),
     };
     let bind = Bind { source: absolute(source, "SRC")?, target: absolute(target, "DST")?, read_only };
-    let shown = bind.target.display();
     if TAKEN.iter().any(|t| bind.target == Path::new(t)) || ["/proc", "/sys"].iter().any(|t| bind.target.starts_with(t))
     {
-        return Err(format!("nothing can be put at `{shown}` of a container; choose another DST, as in {source}:/mnt"));
+        return Err(BindError::Taken { target: bind.target, from: source.into() });
     }
-    std::fs::metadata(&bind.source).map_err(|e| format!("SRC `{}`: {e}", bind.source.display()))?;
-    Ok(bind)
+    match std::fs::metadata(&bind.source) {
+        Ok(_) => Ok(bind),
+        Err(error) => Err(BindError::Source { path: bind.source, error }),
+    }
 }
 
 #[cfg(test)]
@@ -82,7 +93,7 @@ mod tests {
             ("/dev", "nothing can be put at `/dev`"),
         ];
         for (text, why) in cases {
-            let e = parse(text).unwrap_err();
+            let e = parse(text).unwrap_err().to_string();
             assert!(e.contains(why), "{text}: {e}");
         }
     }

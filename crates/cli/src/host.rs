@@ -109,13 +109,18 @@ pub(crate) struct HostArgs {
     seed: Option<u64>,
 }
 
+/// A text that is no number of pollers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("give a number of threads from 1 to 256, or fewest and most of them: 4, or 1-4")]
+struct PollersError;
+
 /// Reads `4` or `1-4`.
-fn parse_pollers(text: &str) -> Result<(usize, usize), String> {
+fn parse_pollers(text: &str) -> Result<(usize, usize), PollersError> {
     let (fewest, most) = text.split_once('-').unwrap_or((text, text));
     let number = |n: &str| n.parse().ok().filter(|n| (1..=256).contains(n));
     match (number(fewest), number(most)) {
         (Some(fewest), Some(most)) if fewest <= most => Ok((fewest, most)),
-        _ => Err("give a number of threads from 1 to 256, or fewest and most of them: 4, or 1-4".into()),
+        _ => Err(PollersError),
     }
 }
 

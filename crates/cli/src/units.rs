@@ -1,10 +1,30 @@
 //! Rates and times as people write them.
 
-const RATES: &str = "write a number with K, M, G or T, as 500M or 2.5G, or `none`";
-const TIMES: &str = "write a time with us, ms or s, as 500us or 10ms";
+use std::time::Duration;
+
+const MAX_BURST_S: u64 = unirdma_host::MAX_BURST_US / 1_000_000;
+
+/// Why a text is no number or time. Each text says what to write.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnitError {
+    #[error("write a number with K, M, G or T, as 500M or 2.5G, or `none`")]
+    Rate,
+    #[error("the range is 1 to 1000T; `none` is no limit")]
+    RateRange,
+    #[error("write a number, or `none`")]
+    Most,
+    #[error("write a time with us, ms or s, as 500us or 10ms")]
+    Time,
+    #[error("the longest time is {} s", MAX_BURST_S)]
+    TimeRange,
+    #[error("give seconds from 0.1 to 3600")]
+    Interval,
+    #[error("`{0}` is no time; write 90m, 12h or 30d")]
+    Lifetime(String),
+}
 
 /// A number with K, M, G or T for powers of 1000, or `none`, which is 0.
-pub fn rate(s: &str) -> Result<u64, String> {
+pub fn rate(s: &str) -> Result<u64, UnitError> {
     if s == "none" {
         return Ok(0);
     }
@@ -15,15 +35,15 @@ pub fn rate(s: &str) -> Result<u64, String> {
         "M" => 1e6,
         "G" => 1e9,
         "T" => 1e12,
-        _ => return Err(RATES.into()),
+        _ => return Err(UnitError::Rate),
     };
-    let n: f64 = digits.parse().map_err(|_| RATES)?;
+    let n: f64 = digits.parse().map_err(|_| UnitError::Rate)?;
     let n = n * factor;
-    if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err("the range is 1 to 1000T; `none` is no limit".into()) }
+    if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err(UnitError::RateRange) }
 }
 
 /// A rate in bits per second: as [`rate`], also with its unit, as `100 Mbit/s`.
-pub fn bits(s: &str) -> Result<u64, String> {
+pub fn bits(s: &str) -> Result<u64, UnitError> {
     let number = s.strip_suffix("bit/s").or_else(|| s.strip_suffix("bit")).or_else(|| s.strip_suffix("bps"));
     let number = number.unwrap_or(s);
     let (digits, unit) =
@@ -32,22 +52,41 @@ pub fn bits(s: &str) -> Result<u64, String> {
 }
 
 /// A number, or `none`, which is the largest number.
-pub fn most(s: &str) -> Result<u64, String> {
-    if s == "none" { Ok(u64::MAX) } else { s.parse().map_err(|_| "write a number, or `none`".into()) }
+pub fn most(s: &str) -> Result<u64, UnitError> {
+    if s == "none" { Ok(u64::MAX) } else { s.parse().map_err(|_| UnitError::Most) }
 }
 
 /// A time with us, ms or s, in microseconds.
-pub fn micros(s: &str) -> Result<u64, String> {
+pub fn micros(s: &str) -> Result<u64, UnitError> {
     let (digits, unit) = s.split_at(s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len()));
     let factor = match unit {
         "us" => 1,
         "ms" => 1000,
         "s" => 1_000_000,
-        _ => return Err(TIMES.into()),
+        _ => return Err(UnitError::Time),
     };
-    let n: u64 = digits.parse().map_err(|_| TIMES)?;
+    let n: u64 = digits.parse().map_err(|_| UnitError::Time)?;
     let max = unirdma_host::MAX_BURST_US;
-    n.checked_mul(factor).filter(|n| *n <= max).ok_or(format!("the longest time is {} s", max / 1_000_000))
+    n.checked_mul(factor).filter(|n| *n <= max).ok_or(UnitError::TimeRange)
+}
+
+/// The interval of a display in seconds, as `0.5`.
+pub fn interval(s: &str) -> Result<Duration, UnitError> {
+    let seconds = s.parse().ok().filter(|s| (0.1..=3600.0).contains(s));
+    seconds.map(Duration::from_secs_f64).ok_or(UnitError::Interval)
+}
+
+/// A lifetime, as `90m`, `12h` or `30d`, in seconds.
+pub fn lifetime(s: &str) -> Result<u64, UnitError> {
+    let wrong = || UnitError::Lifetime(s.into());
+    let unit = match s.chars().last() {
+        Some('m') => 60,
+        Some('h') => 3_600,
+        Some('d') => 86_400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = s[..s.len() - 1].parse().map_err(|_| wrong())?;
+    number.checked_mul(unit).filter(|s| (1..=u64::from(u32::MAX)).contains(s)).ok_or_else(wrong)
 }
 
 /// A count with a prefix for a power of 1000, and a space: `2.5 G`.
@@ -99,5 +138,21 @@ mod tests {
         assert_eq!((most("none"), most("7")), (Ok(u64::MAX), Ok(7)));
         assert!(most("").is_err() && most("-1").is_err() && most("1K").is_err());
         assert_eq!((decimal(2_500_000_000), decimal(7)), ("2.5 G".into(), "7 ".into()));
+    }
+
+    #[test]
+    fn intervals_are_seconds() {
+        assert_eq!(interval("0.5"), Ok(Duration::from_millis(500)));
+        for bad in ["", "0", "-1", "x", "1e9", "nan", "inf"] {
+            assert!(interval(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn lifetimes_have_units() {
+        assert_eq!((lifetime("90m"), lifetime("2h"), lifetime("30d")), (Ok(5_400), Ok(7_200), Ok(2_592_000)));
+        for bad in ["", "5", "d", "-1d", "1y", "99999999999999999d", "0m", "é"] {
+            assert!(lifetime(bad).is_err(), "{bad}");
+        }
     }
 }

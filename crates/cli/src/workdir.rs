@@ -22,7 +22,18 @@ pub(crate) struct Working {
     pub path: PathBuf,
     /// The guard that keeps the names in it from being changed, or the reason why the directory is read-only as a
     /// whole.
-    pub guard: Result<Guard, String>,
+    pub guard: Result<Guard, Unguarded>,
+}
+
+/// Why a working directory cannot be guarded.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Unguarded {
+    #[error("it belongs to {}, which git or an editor acts upon", .0.display())]
+    Repository(PathBuf),
+    #[error("{} leads there", .0.display())]
+    Link(PathBuf),
+    #[error("{0}")]
+    Files(io::Error),
 }
 
 impl Working {
@@ -44,9 +55,9 @@ pub(crate) fn find(hidden: &Path, homes: &[Home]) -> Option<Working> {
         return None;
     }
     let guard = match (repository_of(&path, &top), link_into(&path, homes)) {
-        (Some(dir), _) => Err(format!("it belongs to {}, which git or an editor acts upon", dir.display())),
-        (None, Some(link)) => Err(format!("{} leads there", link.display())),
-        (None, None) => Guard::take(hidden, &path).map_err(|e| e.to_string()),
+        (Some(dir), _) => Err(Unguarded::Repository(dir.into())),
+        (None, Some(link)) => Err(Unguarded::Link(link)),
+        (None, None) => Guard::take(hidden, &path).map_err(Unguarded::Files),
     };
     Some(Working { path, guard })
 }

@@ -38,7 +38,7 @@ pub use error::said;
 pub use error::{Kind as RefusalKind, Refusal, root_cause};
 pub use liveness::{Figures, Greeted, PROTOCOL, SILENCE_MS};
 pub use model::{Kind, Limit, MAX_APPLY, RULES, VRNICS, WATCHERS};
-pub use net::{Net, address};
+pub use net::{AddressError, Net, address};
 pub use planner::{Facts, News, Outcome, Planner};
 pub use queries::Seen;
 pub use records::Write;

@@ -5,6 +5,25 @@ use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
 use std::str::FromStr;
 
+/// Why a text is no address or network.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AddressError {
+    /// It is not an address.
+    #[error("`{0}` is no IP address; write 10.0.0.1 or fd00::1")]
+    Address(String),
+    /// A network without the length of its prefix.
+    #[error("`{0}` has no prefix length; write 10.0.0.0/16")]
+    NoPrefix(String),
+    /// The prefix is longer than the address, or no number.
+    #[error("`{text}`: the prefix length must be 0 to {most}")]
+    Prefix {
+        /// The network as it was written.
+        text: String,
+        /// The number of bits of the address.
+        most: u8,
+    },
+}
+
 /// An address with the length of its network part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Net {
@@ -21,17 +40,16 @@ impl fmt::Display for Net {
 }
 
 impl FromStr for Net {
-    type Err = String;
+    type Err = AddressError;
 
-    fn from_str(s: &str) -> Result<Net, String> {
-        let (addr, prefix) =
-            s.split_once('/').ok_or_else(|| format!("`{s}` has no prefix length; write 10.0.0.0/16"))?;
+    fn from_str(s: &str) -> Result<Net, AddressError> {
+        let (addr, prefix) = s.split_once('/').ok_or_else(|| AddressError::NoPrefix(s.into()))?;
         let addr = address(addr)?;
         let most = width(addr);
         let prefix = prefix.bytes().all(|b| b.is_ascii_digit()).then(|| prefix.parse().ok()).flatten();
         match prefix.filter(|p| *p <= most) {
             Some(prefix) => Ok(Net { addr, prefix }),
-            None => Err(format!("`{s}`: the prefix length must be 0 to {most}")),
+            None => Err(AddressError::Prefix { text: s.into(), most }),
         }
     }
 }
@@ -39,9 +57,9 @@ impl FromStr for Net {
 /// Parses an address.
 ///
 /// # Errors
-/// A message that says that it is not an address.
-pub fn address(s: &str) -> Result<IpAddr, String> {
-    s.parse().map_err(|_| format!("`{s}` is no IP address; write 10.0.0.1 or fd00::1"))
+/// It is not an address.
+pub fn address(s: &str) -> Result<IpAddr, AddressError> {
+    s.parse().map_err(|_| AddressError::Address(s.into()))
 }
 
 fn width(addr: IpAddr) -> u8 {

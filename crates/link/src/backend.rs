@@ -120,29 +120,70 @@ pub enum Refusal {
     TooManyUsers = 87,
 }
 
-/// The reason why a request is refused, and its code.
-struct Denied {
-    code: Refusal,
-    why: String,
+/// Why a request is refused. The text is for the log.
+#[derive(Debug, thiserror::Error)]
+enum Denied {
+    #[error("payload over 4096 bytes")]
+    Oversized,
+    #[error("header flags {0:#x}")]
+    Header(u32),
+    #[error("payload of {0} bytes")]
+    Payload(usize),
+    #[error("{0:?} is not supported")]
+    Unsupported(FrontendReq),
+    #[error("unknown request")]
+    Unknown,
+    /// The frontend may only read the configuration space.
+    #[error("{0:?}")]
+    LookOnly(Refusal),
+    #[error("event channels of a device that may only be looked at")]
+    LookOnlyChannel,
+    #[error("features {0:#x} were not offered")]
+    Features(u64),
+    #[error("protocol features {0:#x} were not offered")]
+    ProtocolFeatures(u64),
+    #[error("the configuration space is read only")]
+    ReadOnly,
+    #[error("no file descriptor")]
+    NoDescriptor,
+    #[error("the descriptor is no eventfd")]
+    NoEventfd,
+    #[error("vring {0} does not exist")]
+    Vring(u32),
+    #[error("{0} descriptors")]
+    VringSize(u32),
+    #[error("base {0}")]
+    VringBase(u32),
+    #[error("enable {0}")]
+    VringEnable(u32),
+    #[error("flags or alignment")]
+    VringAddress,
+    #[error("{0:#x} is in no region of memory")]
+    NotInMemory(u64),
+    #[error("{0:#x} is in no region of memory, there is none: the machine's memory is not shared (QEMU: share=on)")]
+    NoMemory(u64),
+    #[error("{regions} regions, {bytes} bytes, {descriptors} descriptors")]
+    MemoryTable { regions: usize, bytes: usize, descriptors: usize },
+    #[error(transparent)]
+    Memory(#[from] Refused),
+    /// The handler's reason.
+    #[error("{0}")]
+    Channel(String),
 }
 
-impl<S: Into<String>> From<S> for Denied {
-    fn from(why: S) -> Self {
-        Denied { code: Refusal::Other, why: why.into() }
-    }
-}
-
-impl From<Refused> for Denied {
-    fn from(refused: Refused) -> Self {
-        let code = if refused.is_want() { Refusal::Exhausted } else { Refusal::Other };
-        Denied { code, why: refused.to_string() }
+impl Denied {
+    fn code(&self) -> Refusal {
+        match self {
+            Denied::Memory(refused) if refused.is_want() => Refusal::Exhausted,
+            _ => Refusal::Other,
+        }
     }
 }
 
 type Answer = Result<Option<Vec<u8>>, Denied>;
 
-fn payload<T: FromBytes>(m: &Message) -> Result<T, String> {
-    T::read_from_bytes(&m.payload).map_err(|_| format!("payload of {} bytes", m.payload.len()))
+fn payload<T: FromBytes>(m: &Message) -> Result<T, Denied> {
+    T::read_from_bytes(&m.payload).map_err(|_| Denied::Payload(m.payload.len()))
 }
 
 /// Index and value of a vring state message, or flags of a descriptor message.
@@ -214,14 +255,14 @@ impl Backend {
         let (request, flags) = (m.request, m.flags);
         let mut given = None;
         let answer = if m.oversized {
-            Err("payload over 4096 bytes".into())
+            Err(Denied::Oversized)
         } else if flags & 3 != VERSION || flags & REPLY != 0 {
-            Err(format!("header flags {flags:#x}").into())
+            Err(Denied::Header(flags))
         } else {
             match FrontendReq::try_from(request) {
                 Ok(req) => self.handle(h, req, m),
-                Err(_) if self.refuses.is_some() => Err("event channels of a device that may only be looked at".into()),
-                Err(_) => channel_request(h, &m).map_err(Denied::from).map(|fd| {
+                Err(_) if self.refuses.is_some() => Err(Denied::LookOnlyChannel),
+                Err(_) => channel_request(h, &m).map(|fd| {
                     given = fd;
                     given.is_some().then(|| 0u64.to_ne_bytes().to_vec())
                 }),
@@ -233,9 +274,9 @@ impl Backend {
             Ok(Some(bytes)) => reply(&bytes),
             Ok(None) if flags & NEED_REPLY != 0 => reply(&0u64.to_ne_bytes()),
             Ok(None) => Ok(()),
-            Err(Denied { code, why }) => {
-                h.refused(request, &why);
-                let code = self.refuses.unwrap_or(code) as u64;
+            Err(denied) => {
+                h.refused(request, &denied.to_string());
+                let code = self.refuses.unwrap_or(denied.code()) as u64;
                 if flags & NEED_REPLY != 0 || always_answered(request) { reply(&code.to_ne_bytes()) } else { Ok(()) }
             }
         }
@@ -247,23 +288,19 @@ impl Backend {
         if let Some(why) = self.refuses
             && !is_look(req)
         {
-            return Err(format!("{why:?}").into());
+            return Err(Denied::LookOnly(why));
         }
         match req {
             R::GET_FEATURES => u64_answer(features(h)),
             R::SET_FEATURES => {
                 let v: u64 = payload(&m)?;
-                if v & !features(h) != 0 { Err(format!("features {v:#x} were not offered").into()) } else { Ok(None) }
+                if v & !features(h) != 0 { Err(Denied::Features(v)) } else { Ok(None) }
             }
             R::SET_OWNER | R::RESET_OWNER => Ok(None),
             R::GET_PROTOCOL_FEATURES => u64_answer(protocol_features(h)),
             R::SET_PROTOCOL_FEATURES => {
                 let v: u64 = payload(&m)?;
-                if v & !protocol_features(h) != 0 {
-                    Err(format!("protocol features {v:#x} were not offered").into())
-                } else {
-                    Ok(None)
-                }
+                if v & !protocol_features(h) != 0 { Err(Denied::ProtocolFeatures(v)) } else { Ok(None) }
             }
             R::GET_QUEUE_NUM => u64_answer(self.vrings.len() as u64),
             R::GET_MAX_MEM_SLOTS => u64_answer(crate::MAX_REGIONS as u64),
@@ -277,7 +314,7 @@ impl Backend {
                 Ok(None)
             }
             R::GET_CONFIG => Ok(Some(get_config(h, &m))),
-            R::SET_CONFIG => Err("the configuration space is read only".into()),
+            R::SET_CONFIG => Err(Denied::ReadOnly),
             R::SET_MEM_TABLE => self.set_mem_table(h, m),
             R::ADD_MEM_REG | R::REM_MEM_REG => {
                 let (_pad, desc): (u64, RegionDesc) = {
@@ -285,7 +322,7 @@ impl Backend {
                     (raw[0], RegionDesc { bus_addr: raw[1], size: raw[2], user_addr: raw[3], mmap_offset: raw[4] })
                 };
                 if req == R::ADD_MEM_REG {
-                    let fd = m.fds.pop().ok_or("no file descriptor")?;
+                    let fd = m.fds.pop().ok_or(Denied::NoDescriptor)?;
                     self.memory.add(desc, fd)?;
                     h.memory_changed(&self.memory, &[]);
                 } else {
@@ -298,20 +335,17 @@ impl Backend {
                 let s: State = payload(&m)?;
                 let max = u32::from(unirdma_abi::MAX_VQ_SIZE);
                 let size = u16::try_from(s.num).ok().filter(|n| n.is_power_of_two() && u32::from(*n) <= max);
-                self.vring(s.index)?.size = size.ok_or(format!("{} descriptors", s.num))?;
+                self.vring(s.index)?.size = size.ok_or(Denied::VringSize(s.num))?;
                 self.changed(h, s.index)
             }
             R::SET_VRING_ADDR => {
                 let a: Addr = payload(&m)?;
                 let none = self.memory.regions().is_empty();
-                let hint =
-                    if none { ", there is none: the machine's memory is not shared (QEMU: share=on)" } else { "" };
-                let bus = |user| {
-                    self.memory.bus_of_user(user).ok_or_else(|| format!("{user:#x} is in no region of memory{hint}"))
-                };
+                let denied = if none { Denied::NoMemory } else { Denied::NotInMemory };
+                let bus = |user| self.memory.bus_of_user(user).ok_or_else(|| denied(user));
                 let (desc, avail, used) = (bus(a.desc)?, bus(a.avail)?, bus(a.used)?);
                 if a.flags != 0 || desc % 16 != 0 || avail % 2 != 0 || used % 4 != 0 {
-                    return Err("flags or alignment".into());
+                    return Err(Denied::VringAddress);
                 }
                 let v = self.vring(a.index)?;
                 (v.desc, v.avail, v.used, v.addressed) = (desc, avail, used, true);
@@ -319,7 +353,7 @@ impl Backend {
             }
             R::SET_VRING_BASE => {
                 let s: State = payload(&m)?;
-                self.vring(s.index)?.base = u16::try_from(s.num).map_err(|_| format!("base {}", s.num))?;
+                self.vring(s.index)?.base = u16::try_from(s.num).map_err(|_| Denied::VringBase(s.num))?;
                 self.changed(h, s.index)
             }
             R::GET_VRING_BASE => {
@@ -332,7 +366,7 @@ impl Backend {
             R::SET_VRING_ENABLE => {
                 let s: State = payload(&m)?;
                 if s.num > 1 {
-                    return Err(format!("enable {}", s.num).into());
+                    return Err(Denied::VringEnable(s.num));
                 }
                 let was_enabled = std::mem::replace(&mut self.vring(s.index)?.enabled, s.num == 1);
                 if was_enabled && s.num == 0 {
@@ -343,10 +377,10 @@ impl Backend {
             R::SET_VRING_KICK | R::SET_VRING_CALL | R::SET_VRING_ERR => {
                 let v: u64 = payload(&m)?;
                 let index = (v & 0xff) as u32;
-                let fd = if v & NO_FD != 0 { None } else { Some(m.fds.pop().ok_or("no file descriptor")?) };
+                let fd = if v & NO_FD != 0 { None } else { Some(m.fds.pop().ok_or(Denied::NoDescriptor)?) };
                 // Any other file could make a write, or even a poll, wait.
                 if fd.as_ref().is_some_and(|fd| !is_eventfd(fd)) {
-                    return Err("the descriptor is no eventfd".into());
+                    return Err(Denied::NoEventfd);
                 }
                 let fd = fd.map(Arc::new);
                 let ring = self.vring(index)?;
@@ -357,16 +391,16 @@ impl Backend {
                 }
                 self.changed(h, index)
             }
-            other => Err(format!("{other:?} is not supported").into()),
+            other => Err(Denied::Unsupported(other)),
         }
     }
 
-    fn vring(&mut self, index: u32) -> Result<&mut Vring, String> {
-        self.vrings.get_mut(index as usize).ok_or(format!("vring {index} does not exist"))
+    fn vring(&mut self, index: u32) -> Result<&mut Vring, Denied> {
+        self.vrings.get_mut(index as usize).ok_or(Denied::Vring(index))
     }
 
     /// Stops a vring, which keeps its index: QEMU disables a vring before it asks for its index.
-    fn stop(&mut self, h: &mut dyn Handler, index: u32) -> Result<u16, String> {
+    fn stop(&mut self, h: &mut dyn Handler, index: u32) -> Result<u16, Denied> {
         let v = self.vring(index)?;
         if let Some(base) = h.stop_vring(index as usize) {
             v.base = base;
@@ -388,15 +422,16 @@ impl Backend {
     }
 
     fn set_mem_table(&mut self, h: &mut dyn Handler, m: Message) -> Answer {
-        let bytes = m.payload.get(8..).ok_or("payload too short")?;
+        let bytes = m.payload.get(8..).ok_or(Denied::Payload(m.payload.len()))?;
         let count = u32::from_ne_bytes([m.payload[0], m.payload[1], m.payload[2], m.payload[3]]) as usize;
         if bytes.len() != count * size_of::<RegionDesc>() || m.fds.len() != count {
-            return Err(format!("{count} regions, {} bytes, {} descriptors", bytes.len(), m.fds.len()).into());
+            let (bytes, descriptors) = (bytes.len(), m.fds.len());
+            return Err(Denied::MemoryTable { regions: count, bytes, descriptors });
         }
         let mut memory = self.memory.clone();
         let removed = memory.clear();
         for (raw, fd) in bytes.chunks_exact(size_of::<RegionDesc>()).zip(m.fds) {
-            let desc = RegionDesc::read_from_bytes(raw).map_err(|_| "region")?;
+            let desc = RegionDesc::read_from_bytes(raw).map_err(|_| Denied::Payload(raw.len()))?;
             memory.add(desc, fd)?;
         }
         self.memory = memory;
@@ -406,16 +441,18 @@ impl Backend {
 }
 
 /// Serves the requests for event channels; returns the descriptor to send with the answer.
-fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, String> {
-    let (head, events) = m.payload.split_at_checked(size_of::<State>()).ok_or("payload too short")?;
-    let number = State::read_from_bytes(head).map_err(|_| "payload")?.index;
-    match m.request {
+fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, Denied> {
+    let wrong = || Denied::Payload(m.payload.len());
+    let (head, events) = m.payload.split_at_checked(size_of::<State>()).ok_or_else(wrong)?;
+    let number = State::read_from_bytes(head).map_err(|_| wrong())?.index;
+    let done = match m.request {
         msg::OPEN_CHANNEL if events.is_empty() => h.open_channel(number).map(Some),
         msg::CLOSE_CHANNEL if events.is_empty() => h.close_channel(number).map(|()| None),
         msg::RETURN_EVENTS => h.return_events(number, events).map(|()| None),
-        msg::OPEN_CHANNEL | msg::CLOSE_CHANNEL => Err(format!("payload of {} bytes", m.payload.len())),
-        _ => Err("unknown request".into()),
-    }
+        msg::OPEN_CHANNEL | msg::CLOSE_CHANNEL => return Err(wrong()),
+        _ => return Err(Denied::Unknown),
+    };
+    done.map_err(Denied::Channel)
 }
 
 fn is_eventfd(fd: &BlockingFd) -> bool {

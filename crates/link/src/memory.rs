@@ -39,17 +39,22 @@ pub struct RegionDesc {
 }
 
 /// The reason why a region was refused.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum Refused {
     /// It overlaps another region, is empty, or wraps around.
+    #[error("the range is empty, wraps, or overlaps another region")]
     Range,
     /// No such region.
+    #[error("there is no such region")]
     Unknown,
     /// There are [`MAX_REGIONS`] regions already.
+    #[error("a session has at most {MAX_REGIONS} regions; a program with UNIRDMA_MR=copy needs few")]
     TooMany,
     /// The vRNIC or its host is at its limit of this resource.
+    #[error("{}", used_up(*.0))]
     Exhausted(Resource),
     /// The file cannot be used.
+    #[error("{0}")]
     File(String),
 }
 
@@ -72,36 +77,21 @@ impl From<MapError> for Refused {
     }
 }
 
-impl std::fmt::Display for Refused {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Refused::Range => write!(f, "the range is empty, wraps, or overlaps another region"),
-            Refused::Unknown => write!(f, "there is no such region"),
-            Refused::TooMany => {
-                write!(f, "a session has at most {MAX_REGIONS} regions; a program with UNIRDMA_MR=copy needs few")
-            }
-            Refused::Exhausted(Resource::Descriptors) => write!(
-                f,
-                "the vRNIC holds as many descriptors as it may (its --max-descriptors; ulimit -Hn of the virtual layer, of which it \
-                 has at most half of what others leave)"
-            ),
-            Refused::Exhausted(Resource::Mappings) => write!(
-                f,
-                "the vRNIC has as many mappings as it may (its --max-mappings; sysctl vm.max_map_count, of which it has at most \
-                 half of what others leave)"
-            ),
-            Refused::Exhausted(Resource::Pieces) => {
-                write!(f, "the vRNIC has MRs of as many pieces as it may (its --max-pieces; the memory of this host)")
-            }
-            Refused::Exhausted(Resource::AddressSpace) => {
-                write!(f, "the vRNIC has mapped as many bytes as it may (its --max-address-space)")
-            }
-            Refused::Exhausted(Resource::Filled) => {
-                write!(f, "the vRNIC has filled as many bytes of sparse files as it may (its --max-filled)")
-            }
-            Refused::Exhausted(Resource::Kept) => write!(f, "as much is kept for the vRNIC as may be"),
-            Refused::File(e) => write!(f, "{e}"),
+/// What a vRNIC has used up, and what limits it.
+fn used_up(resource: Resource) -> &'static str {
+    match resource {
+        Resource::Descriptors => {
+            "the vRNIC holds as many descriptors as it may (its --max-descriptors; ulimit -Hn of the virtual layer, of which it \
+             has at most half of what others leave)"
         }
+        Resource::Mappings => {
+            "the vRNIC has as many mappings as it may (its --max-mappings; sysctl vm.max_map_count, of which it has at most \
+             half of what others leave)"
+        }
+        Resource::Pieces => "the vRNIC has MRs of as many pieces as it may (its --max-pieces; the memory of this host)",
+        Resource::AddressSpace => "the vRNIC has mapped as many bytes as it may (its --max-address-space)",
+        Resource::Filled => "the vRNIC has filled as many bytes of sparse files as it may (its --max-filled)",
+        Resource::Kept => "as much is kept for the vRNIC as may be",
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::de::{Deserialize, Deserializer, Error, Visitor};
 use unirdma_fleet::v1;
 
-use crate::units;
+use crate::units::{self, UnitError};
 
 pub(super) const EXAMPLES: &str = "Example, network.toml:
   [[group]]
@@ -135,7 +135,7 @@ struct Limits {
 
 /// A notation of a number as text.
 trait Written {
-    fn read(text: &str) -> Result<u64, String>;
+    const READ: fn(&str) -> Result<u64, UnitError>;
 }
 
 /// Bits per second, as `10G`.
@@ -152,27 +152,19 @@ struct Time;
 struct Most;
 
 impl Written for Bits {
-    fn read(text: &str) -> Result<u64, String> {
-        units::bits(text)
-    }
+    const READ: fn(&str) -> Result<u64, UnitError> = units::bits;
 }
 
 impl Written for Count {
-    fn read(text: &str) -> Result<u64, String> {
-        units::rate(text)
-    }
+    const READ: fn(&str) -> Result<u64, UnitError> = units::rate;
 }
 
 impl Written for Time {
-    fn read(text: &str) -> Result<u64, String> {
-        units::micros(text)
-    }
+    const READ: fn(&str) -> Result<u64, UnitError> = units::micros;
 }
 
 impl Written for Most {
-    fn read(text: &str) -> Result<u64, String> {
-        units::most(text)
-    }
+    const READ: fn(&str) -> Result<u64, UnitError> = units::most;
 }
 
 /// A number as such, or as text.
@@ -194,7 +186,7 @@ impl<'de, W: Written> Deserialize<'de> for Number<W> {
                 u64::try_from(n).map_err(|_| E::custom(format_args!("{n} is negative")))
             }
             fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
-                W::read(text).map_err(|e| E::custom(format_args!("`{}`: {e}", text.escape_debug())))
+                (W::READ)(text).map_err(|e| E::custom(format_args!("`{}`: {e}", text.escape_debug())))
             }
         }
         d.deserialize_any(Reader::<W>(PhantomData)).map(|n| Number(n, PhantomData))
@@ -295,11 +287,18 @@ fn read_file(path: &Path) -> io::Result<Vec<v1::Object>> {
     Ok(objects)
 }
 
-fn parse(text: &str) -> Result<Vec<v1::Object>, String> {
-    let network: Network = toml::from_str(text).map_err(|e| {
-        let line = e.span().map(|s| text[..s.start.min(text.len())].matches('\n').count() + 1);
-        let line = line.map(|l| format!(", line {l}")).unwrap_or_default();
-        format!("{line}: {}", e.message().lines().collect::<Vec<_>>().join(" "))
+/// Why a file is no declaration. The text follows the file's name.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {what}", .line.map(|l| format!(", line {l}")).unwrap_or_default())]
+struct NotDeclared {
+    line: Option<usize>,
+    what: String,
+}
+
+fn parse(text: &str) -> Result<Vec<v1::Object>, NotDeclared> {
+    let network: Network = toml::from_str(text).map_err(|e| NotDeclared {
+        line: e.span().map(|s| text[..s.start.min(text.len())].matches('\n').count() + 1),
+        what: e.message().lines().collect::<Vec<_>>().join(" "),
     })?;
     let hosts = network.host.into_iter().map(Into::into);
     let groups = network.group.into_iter().map(|g| v1::Group::from(g).into());
@@ -344,7 +343,7 @@ mod tests {
             ("[[group]]\nname = \"a\"\nlimits = { max_filled = \"1 GiB\" }\n", "line 3", "write a number, or `none`"),
             ("[[group]]\nname = \"a\"\nname = \"b\"\n", "line 3", "duplicate key"),
         ] {
-            let e = parse(text).unwrap_err();
+            let e = parse(text).unwrap_err().to_string();
             assert!(e.contains(line) && e.contains(what) && !e.contains('\n'), "{text}: {e}");
         }
     }

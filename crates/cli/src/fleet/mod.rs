@@ -175,7 +175,7 @@ pub enum TokenCommand {
         #[arg(long)]
         host: Vec<String>,
         /// Lifetime of the token: a number with m, h or d [default: unlimited]
-        #[arg(long, value_name = "TIME", value_parser = show::duration)]
+        #[arg(long, value_name = "TIME", value_parser = crate::units::lifetime)]
         expires: Option<u64>,
         #[command(flatten)]
         centre: Centre,

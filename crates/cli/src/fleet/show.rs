@@ -25,19 +25,6 @@ pub(super) fn now() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// Reads a duration, as `90m`, `12h` or `30d`, in seconds.
-pub(super) fn duration(text: &str) -> Result<u64, String> {
-    let wrong = || format!("`{text}` is no time; write 90m, 12h or 30d");
-    let unit = match text.chars().last() {
-        Some('m') => 60,
-        Some('h') => 3_600,
-        Some('d') => 86_400,
-        _ => return Err(wrong()),
-    };
-    let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong())?;
-    number.checked_mul(unit).filter(|s| (1..=u64::from(u32::MAX)).contains(s)).ok_or_else(wrong)
-}
-
 fn of(change: &v1::Change) -> Option<&Object> {
     change.after.as_ref().or(change.before.as_ref())?.object.as_ref()
 }
@@ -307,13 +294,5 @@ mod tests {
         h.problems.push("no room".into());
         assert_eq!(problems(&h), "its clock is 7200 s behind the centre's; no room");
         assert_eq!(problems(&v1::HostState { connected: true, clock_ms: 900, ..Default::default() }), "");
-    }
-
-    #[test]
-    fn durations_have_units() {
-        assert_eq!((duration("90m"), duration("2h"), duration("30d")), (Ok(5_400), Ok(7_200), Ok(2_592_000)));
-        for bad in ["", "5", "d", "-1d", "1y", "99999999999999999d", "0m", "é"] {
-            assert!(duration(bad).is_err(), "{bad}");
-        }
     }
 }

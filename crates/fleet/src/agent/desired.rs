@@ -48,16 +48,42 @@ impl Key {
     }
 }
 
+/// What is wrong in a piece.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ItemError {
+    #[error("{0:?} is no name")]
+    Name(String),
+    #[error("group {name} has the VNI {vni} and the weight {weight}")]
+    Group { name: String, vni: u32, weight: u32 },
+    #[error("vRNIC {name} has the addresses {ips:?}, the MAC {mac:?} and the GUID {guid:?}")]
+    Vrnic { name: String, ips: Vec<String>, mac: String, guid: String },
+    #[error("host {host} has the addresses {addresses:?}")]
+    Place { host: String, addresses: Vec<String> },
+    #[error("peer {name} has the addresses {ips:?} and the MAC {mac:?}")]
+    Peer { name: String, ips: Vec<String>, mac: String },
+    #[error("rule {0} has one end")]
+    RuleEnd(String),
+    #[error("rule {name} has the addresses {ips:?}")]
+    RuleAddresses { name: String, ips: Vec<String> },
+    #[error("rule {name} has the action {action} and the priority {priority}")]
+    Rule { name: String, action: i32, priority: u32 },
+    #[error("a secret is of no group")]
+    SecretKey,
+    #[error("a secret of group {group} and {other:?} has the number {id} and {bytes} bytes")]
+    Secret { group: String, other: String, id: u32, bytes: usize },
+}
+
 /// Checks a piece: names, addresses and ranges of numbers. Returns its key.
 ///
 /// # Errors
-/// A description of the mistake.
-pub fn key_of(item: &Item) -> Result<Key, String> {
+/// The first mistake in it.
+pub fn key_of(item: &Item) -> Result<Key, ItemError> {
     match item {
         Item::Group(g) => {
             check_name(&g.name)?;
             if !(1..=0xff_ffff).contains(&g.vni) || !(1..=10_000).contains(&g.weight) {
-                return Err(format!("group {} has the VNI {} and the weight {}", g.name, g.vni, g.weight));
+                return Err(ItemError::Group { name: g.name.clone(), vni: g.vni, weight: g.weight });
             }
             Ok(Key::Group(g.name.clone()))
         }
@@ -66,60 +92,54 @@ pub fn key_of(item: &Item) -> Result<Key, String> {
             check_name(&v.group)?;
             let ips = v.ips.iter().all(|ip| network(ip).is_some());
             if !ips || v.ips.is_empty() || mac(&v.mac).is_none() || guid(&v.guid).is_none() {
-                return Err(format!(
-                    "vRNIC {} has the addresses {:?}, the MAC {:?} and the GUID {:?}",
-                    v.name, v.ips, v.mac, v.guid
-                ));
+                let v1::Vrnic { name, ips, mac, guid, .. } = v.clone();
+                return Err(ItemError::Vrnic { name, ips, mac, guid });
             }
             Ok(Key::Vrnic(v.name.clone()))
         }
         Item::Place(p) => {
             check_name(&p.host)?;
-            addresses(&p.addresses).ok_or(format!("host {} has the addresses {:?}", p.host, p.addresses))?;
+            addresses(&p.addresses)
+                .ok_or_else(|| ItemError::Place { host: p.host.clone(), addresses: p.addresses.clone() })?;
             Ok(Key::Place(p.host.clone()))
         }
         Item::Peer(p) => {
             [&p.name, &p.group, &p.host].into_iter().try_for_each(|n| check_name(n))?;
             if addresses(&p.ips).is_none() || mac(&p.mac).is_none() {
-                return Err(format!("peer {} has the addresses {:?} and the MAC {:?}", p.name, p.ips, p.mac));
+                return Err(ItemError::Peer { name: p.name.clone(), ips: p.ips.clone(), mac: p.mac.clone() });
             }
             Ok(Key::Peer(p.name.clone()))
         }
         Item::Rule(r) => {
             check_name(&r.name)?;
             for end in [&r.from, &r.to] {
-                let end = end.as_ref().ok_or(format!("rule {} has one end", r.name))?;
+                let end = end.as_ref().ok_or_else(|| ItemError::RuleEnd(r.name.clone()))?;
                 check_name(&end.group)?;
-                addresses(&end.ips).ok_or(format!("rule {} has the addresses {:?}", r.name, end.ips))?;
+                addresses(&end.ips)
+                    .ok_or_else(|| ItemError::RuleAddresses { name: r.name.clone(), ips: end.ips.clone() })?;
             }
             if v1::rule::Action::try_from(r.action).is_err() || r.priority > 0xffff {
-                return Err(format!("rule {} has the action {} and the priority {}", r.name, r.action, r.priority));
+                return Err(ItemError::Rule { name: r.name.clone(), action: r.action, priority: r.priority });
             }
             Ok(Key::Rule(r.name.clone()))
         }
         Item::Secret(s) => {
-            let key = s.key.as_ref().ok_or("a secret is of no group")?;
+            let key = s.key.as_ref().ok_or(ItemError::SecretKey)?;
             check_name(&key.group)?;
             let pair = key.other.is_empty() || check_name(&key.other).is_ok() && key.group < key.other;
             if s.value.len() != 32 || !(1..=255).contains(&key.id) || !pair {
-                let text = format!(
-                    "a secret of group {} and {:?} has the number {} and {} bytes",
-                    key.group,
-                    key.other,
-                    key.id,
-                    s.value.len()
-                );
-                return Err(text);
+                let v1::SecretKey { group, other, id } = key.clone();
+                return Err(ItemError::Secret { group, other, id, bytes: s.value.len() });
             }
             Ok(Key::Secret(key.group.clone(), key.other.clone(), key.id))
         }
     }
 }
 
-fn check_name(name: &str) -> Result<(), String> {
+fn check_name(name: &str) -> Result<(), ItemError> {
     let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b));
     let ok = (1..=32).contains(&name.len()) && letters && name.as_bytes()[0].is_ascii_alphanumeric();
-    if ok { Ok(()) } else { Err(format!("{name:?} is no name")) }
+    if ok { Ok(()) } else { Err(ItemError::Name(name.into())) }
 }
 
 /// An address with its prefix length, as in `10.0.0.1/16`.

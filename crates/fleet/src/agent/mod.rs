@@ -19,7 +19,7 @@ mod desired;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-pub use desired::{Key, addresses, guid, key_of, mac, network};
+pub use desired::{ItemError, Key, addresses, guid, key_of, mac, network};
 
 use crate::v1::{self, from_host, item::Item, to_host};
 
@@ -143,10 +143,38 @@ pub struct Agent {
     asked: BTreeMap<u64, Asked>,
     next_ask: u64,
     /// Answers whose work on the host may not be done yet.
-    answered: VecDeque<(u64, Result<Option<v1::Vrnic>, String>)>,
+    answered: VecDeque<(u64, Answer)>,
     reported: BTreeMap<String, v1::VrnicState>,
     /// Revision and problems that the centre was told last.
     applied: Option<(u64, Vec<String>)>,
+}
+
+/// The answer of the centre to [`Agent::ask`]. A refusal is the centre's text.
+pub type Answer = Result<Option<v1::Vrnic>, String>;
+
+/// Why an update of the centre is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum UpdateError {
+    #[error("it does not say which fleet's it is")]
+    NoFleet,
+    #[error("a part of revision {revision} came among those of revision {coming}")]
+    PartOfAnother { revision: u64, coming: u64 },
+    #[error("it changes the state {fleet}, and this host has that of {own:?}")]
+    AnotherFleet { fleet: String, own: String },
+    #[error("revision {revision} came after revision {own}")]
+    Late { revision: u64, own: u64 },
+    #[error("a piece is empty")]
+    EmptyItem,
+    #[error("a key is empty")]
+    EmptyKey,
+    #[error("it has more than {} pieces", MAX_PIECES)]
+    TooLong,
+    /// A vRNIC or peer (`what`) is in a group that the host does not know.
+    #[error("{what} {name} is of group {group}, of which nothing is said")]
+    UnknownGroup { what: &'static str, name: String, group: String },
+    #[error(transparent)]
+    Item(#[from] ItemError),
 }
 
 impl Agent {
@@ -154,8 +182,8 @@ impl Agent {
     /// Every piece in them is applied again. `seed` makes its pauses differ from other hosts' pauses.
     ///
     /// # Errors
-    /// A record is wrong: the reason.
-    pub fn new(config: Config, kept: impl IntoIterator<Item = v1::Update>, seed: u64) -> Result<Agent, String> {
+    /// A record is wrong.
+    pub fn new(config: Config, kept: impl IntoIterator<Item = v1::Update>, seed: u64) -> Result<Agent, UpdateError> {
         let mut agent = Agent {
             config,
             fleet: String::new(),
@@ -357,41 +385,41 @@ impl Agent {
     // --- the table ---
 
     /// Takes a part of an update, and puts the update in force if it is the last part.
-    fn take_update(&mut self, update: v1::Update) -> Result<(), String> {
+    fn take_update(&mut self, update: v1::Update) -> Result<(), UpdateError> {
         let v1::Update { fleet, revision, whole, more, put, gone } = update;
         if fleet.is_empty() {
-            return Err("it does not say which fleet's it is".into());
+            return Err(UpdateError::NoFleet);
         }
         let coming = match self.coming.take() {
             // A whole update replaces the parts received before.
             Some(_) | None if whole => Coming { fleet, revision, whole, put: BTreeMap::new(), gone: BTreeMap::new() },
             Some(c) if c.fleet == fleet && c.revision == revision => c,
             Some(c) => {
-                return Err(format!("a part of revision {revision} came among those of revision {}", c.revision));
+                return Err(UpdateError::PartOfAnother { revision, coming: c.revision });
             }
             None if fleet != self.fleet => {
-                return Err(format!("it changes the state {fleet}, and this host has that of {:?}", self.fleet));
+                return Err(UpdateError::AnotherFleet { fleet, own: self.fleet.clone() });
             }
             None if revision < self.revision => {
-                return Err(format!("revision {revision} came after revision {}", self.revision));
+                return Err(UpdateError::Late { revision, own: self.revision });
             }
             None => Coming { fleet, revision, whole, put: BTreeMap::new(), gone: BTreeMap::new() },
         };
         let mut coming = coming;
         for item in put {
-            let item = item.item.ok_or("a piece is empty")?;
+            let item = item.item.ok_or(UpdateError::EmptyItem)?;
             let key = key_of(&item)?;
             coming.gone.remove(&key);
             coming.put.insert(key, item);
         }
         for key in gone {
             let force = key.force;
-            let key = Key::of(key).ok_or("a key is empty")?;
+            let key = Key::of(key).ok_or(UpdateError::EmptyKey)?;
             coming.put.remove(&key);
             coming.gone.insert(key, force);
         }
         if coming.put.len() + coming.gone.len() > MAX_PIECES {
-            return Err(format!("it has more than {MAX_PIECES} pieces"));
+            return Err(UpdateError::TooLong);
         }
         if more {
             self.coming = Some(coming);
@@ -403,7 +431,7 @@ impl Agent {
     }
 
     /// Refuses an update that contradicts itself.
-    fn check(&self, c: &Coming) -> Result<(), String> {
+    fn check(&self, c: &Coming) -> Result<(), UpdateError> {
         let group_is_there = |name: &str| {
             let key = Key::Group(name.into());
             c.put.contains_key(&key) || !c.whole && self.items.contains_key(&key) && !c.gone.contains_key(&key)
@@ -415,7 +443,7 @@ impl Agent {
                 _ => continue,
             };
             if !group_is_there(group) {
-                return Err(format!("{what} {name} is of group {group}, of which nothing is said"));
+                return Err(UpdateError::UnknownGroup { what, name: name.clone(), group: group.clone() });
             }
         }
         Ok(())
@@ -621,7 +649,7 @@ impl Agent {
     }
 
     /// The next answer: a refusal, or a change whose work on the host is done.
-    pub fn poll_answer(&mut self) -> Option<(u64, Result<Option<v1::Vrnic>, String>)> {
+    pub fn poll_answer(&mut self) -> Option<(u64, Answer)> {
         let (_, answer) = self.answered.front()?;
         if answer.is_ok() && (self.working || !self.due.is_empty()) {
             return None;
