@@ -55,6 +55,8 @@ pub const MAX_INLINE: u32 = 1024;
 pub const MAX_QP_WR: u32 = 32768;
 /// Most CQEs of one CQ. The ring has the next power of two of slots.
 pub const MAX_CQE: u32 = 4_194_303;
+/// Most CQs of one session.
+pub const MAX_CQ: u32 = 16_384;
 /// Most QPs of one session: one doorbell bit each, of one page.
 pub const MAX_QP: u32 = 4096;
 

@@ -135,6 +135,30 @@ pub(crate) enum Reply {
     After(MemoryLookup),
 }
 
+/// Links by rate, Mbit/s: `active_speed` and `active_width` of InfiniBand (1: 1X, 2: 4X).
+const LINKS: [(u64, u16, u8); 11] = [
+    (2_500, 1, 1),
+    (5_000, 2, 1),
+    (10_000, 1, 2),
+    (20_000, 2, 2),
+    (25_000, 32, 1),
+    (40_000, 4, 2),
+    (50_000, 64, 1),
+    (56_000, 16, 2),
+    (100_000, 32, 2),
+    (200_000, 64, 2),
+    (400_000, 128, 2),
+];
+/// The link of a vRNIC without a limit: 100 Gbit/s, as no medium has a rate that could be told.
+const NOMINAL: (u16, u8) = (32, 2);
+
+/// The slowest link that carries the rate to which a vRNIC is limited, bits per second; 0: no limit.
+fn link_of(rate_bps: u64) -> (u16, u8) {
+    let carries = LINKS.iter().find(|(mbps, ..)| mbps * 1_000_000 >= rate_bps).filter(|_| rate_bps > 0);
+    let fastest = if rate_bps > 0 { (128, 2) } else { NOMINAL };
+    carries.map_or(fastest, |&(_, speed, width)| (speed, width))
+}
+
 impl Device {
     /// Executes one control request and returns its response, of at most `room` bytes. Nothing is executed if `room` is
     /// too small for the response. (A response that only refuses has the length of its header, whatever `room` is.)
@@ -260,7 +284,7 @@ impl Device {
     }
 
     fn query_device(&self, _: &mut Rnic, _: Nothing) -> Answer<abi::QueryDeviceResp> {
-        let c = self.identity.config;
+        let c = self.identity.shown_config();
         let paced = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend];
         let mut resp = abi::QueryDeviceResp {
             config: c,
@@ -334,6 +358,9 @@ impl Device {
             return Err(Status::BadValue);
         }
         let mtu = self.identity.active_mtu;
+        let counters = rnic.counters(self.identity.vrnic).unwrap_or_default();
+        let count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+        let (active_speed, active_width) = link_of(rnic.share(self.identity.vrnic).rate_bps);
         // ACTIVE and LinkUp, or DOWN and Disabled.
         let (state, phys_state) = if rnic.is_up(self.identity.vrnic) { (4, 5) } else { (1, 3) };
         Ok(abi::QueryPortResp {
@@ -345,10 +372,11 @@ impl Device {
             gid_tbl_len: rnic.gid_table_len(self.identity.vrnic) as u32,
             port_cap_flags: 1 << 16 | 1 << 26,
             max_msg_sz: unirdma_formats::MAX_MSG_BYTES as u32,
-            qkey_viol_cntr: rnic.counters(self.identity.vrnic).map_or(0, |c| c.qkey_violations as u32),
+            bad_pkey_cntr: count(counters.pkey_violations),
+            qkey_viol_cntr: count(counters.qkey_violations),
             pkey_tbl_len: 1,
-            active_speed: 32,
-            active_width: 2,
+            active_speed,
+            active_width,
             link_layer: 2,
             ..Default::default()
         })
@@ -394,10 +422,16 @@ impl Device {
             return Err(Status::BadValue);
         }
         self.quiesce();
+        self.features.store(r.features, Ordering::Relaxed);
         let rnic = rnic.taken();
         rnic.renew_session(self.session);
         rnic.drop_later(self.forget_ranges());
         Ok(abi::NewSessionResp { generation: self.generation(), reserved: 0, features: r.features })
+    }
+
+    /// Refuses a command for a feature that the driver has not said to use.
+    fn needs(&self, feature: u64) -> Answer<()> {
+        if self.features.load(Ordering::Relaxed) & feature != 0 { Ok(()) } else { Err(Status::Unsupported) }
     }
 
     fn create_doorbell(&self, rnic: &mut Rnic, r: abi::SetDoorbellReq) -> Answer<abi::HandleResp> {
@@ -461,6 +495,7 @@ impl Device {
     }
 
     fn create_mr(&self, rnic: &mut Rnic, r: abi::CreateMrReq) -> Answer<abi::MrResp> {
+        self.needs(abi::FEATURE_FAST_REG)?;
         if r.max_num_sg > abi::MAX_FAST_PAGES {
             return Err(Status::BadValue);
         }
@@ -474,6 +509,9 @@ impl Device {
     }
 
     fn alloc_mw(&self, rnic: &mut Rnic, r: abi::AllocMwReq) -> Answer<abi::MrResp> {
+        if r.mw_type == 2 {
+            self.needs(abi::FEATURE_INVALIDATE)?;
+        }
         mr(rnic.alloc_mw(self.session, r.pdn, r.mw_type))
     }
 
@@ -595,6 +633,9 @@ impl Device {
     }
 
     fn create_qp(&self, rnic: &mut Rnic, r: abi::CreateQpReq) -> Answer<abi::CreateQpResp> {
+        if r.qp_type == abi::QP_TYPE_GSI {
+            self.needs(abi::FEATURE_GSI)?;
+        }
         let rings = self.qp_rings(&r.cap, r.ctrl_addr, r.sq_addr, r.rq_addr)?;
         let layout = *rings.layout();
         // The real capacity of the rings (R84p).

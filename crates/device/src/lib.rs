@@ -59,7 +59,14 @@ impl Identity {
     /// The configuration space as drivers read it.
     pub fn config_space(&self, generation: u32) -> Vec<u8> {
         let more = abi::ConfigMore { generation, max_doorbells: abi::MAX_DOORBELLS, reserved: [0; 14] };
-        [self.config.as_bytes(), more.as_bytes()].concat()
+        [self.shown_config().as_bytes(), more.as_bytes()].concat()
+    }
+
+    /// The configuration, with limits of one session within the ranges of the specification (R06, R07), whatever the
+    /// vRNIC may have in all its sessions together.
+    pub(crate) fn shown_config(&self) -> abi::Config {
+        let c = self.config;
+        abi::Config { max_qp: c.max_qp.clamp(1, abi::MAX_QP), max_cq: c.max_cq.clamp(1, abi::MAX_CQ), ..c }
     }
 }
 
@@ -153,6 +160,8 @@ pub struct Device {
     lookup_ns: AtomicU64,
     /// Kicks of the control queue are suppressed.
     control_quiet: bool,
+    /// `FEATURE_*` bits that the driver may use: those that its last NEW_SESSION named, or all that are offered.
+    features: AtomicU64,
     events: Arc<EventQueues>,
     pollers: Arc<dyn Pollers>,
 }
@@ -193,6 +202,7 @@ impl Device {
     ) -> Option<Self> {
         let session = rnic.lock().add_session(identity.vrnic)?;
         Some(Device {
+            features: AtomicU64::new(identity.config.features),
             rnic,
             session,
             identity,
@@ -524,6 +534,7 @@ impl Handler for Device {
         self.held = None;
         self.pending = None;
         self.control_channel = None;
+        self.features = AtomicU64::new(self.identity.config.features);
         self.events.clear();
         self.set_rfc_doorbell();
     }

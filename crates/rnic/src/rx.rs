@@ -41,6 +41,8 @@ impl Core {
         }
         if p.dest_qp == GSI_QPN {
             if !self.is_of_partition(&p, DEFAULT_PKEY) {
+                let h = self.plain_gsi(a);
+                h.into_iter().for_each(|h| self.objects.count(h, |c| c.pkey_violations += 1));
                 return None;
             }
             let Some(h) = self.plain_gsi(a) else {
@@ -89,8 +91,14 @@ impl Core {
             self.net.drops.bad_icrc += 1;
             return None;
         };
-        let p = self.parse(body).filter(|p| self.is_of_partition(p, DEFAULT_PKEY))?;
         let (src, dst) = (Gid::from_ip(flow.src), Gid::from_ip(flow.dst));
+        let p = self.parse(body)?;
+        if !self.is_of_partition(&p, DEFAULT_PKEY) {
+            if let Some(vrnic) = self.objects.find_vrnic(group, dst).and_then(|v| self.objects.vrnics.get_mut(v.0)) {
+                vrnic.counters.pkey_violations += 1;
+            }
+            return None;
+        }
         let route = self.net.routes.get(&(group, src)).copied();
         let is_his = |r: &Route| !r.foreign && r.host == a.from && self.net.other_group(group, r) == a.source;
         let Some(route) = route.filter(is_his) else {
@@ -178,6 +186,7 @@ impl Core {
             }
             let pkey = q.wire().map_or(DEFAULT_PKEY, |w| w.path.pkeys.1);
             if !self.is_of_partition(p, pkey) {
+                found.into_iter().for_each(|h| self.objects.count(h, |c| c.pkey_violations += 1));
                 return None;
             }
         }

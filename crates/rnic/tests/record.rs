@@ -49,9 +49,9 @@ fn bytes_that_are_no_record_are_refused() {
         }
     }
     let mut newer = bytes.clone();
-    newer[8] = 8;
+    newer[8] = 9;
     let e = Record::from_bytes(&newer).unwrap_err();
-    assert_eq!(e.to_string(), "the record has version 8; only version 7 can be read");
+    assert_eq!(e.to_string(), "the record has version 9; only version 8 can be read");
     let longer = [&bytes[..], &[0]].concat();
     assert_eq!(Record::from_bytes(&longer), Err(RecordError::Trailing(1)));
     assert_eq!(Record::from_bytes(b"something else"), Err(RecordError::NotARecord));

@@ -305,6 +305,7 @@ fn forged_packets_change_nothing() {
     net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes(&p)[..20]);
     let d = net.rnics[1].wire_drops();
     assert_eq!((d.wrong_source, d.no_qp, d.bad_pkey, d.malformed), (1, 1, 1, 1));
+    assert_eq!((net.counters(1).pkey_violations, net.counters(0).pkey_violations), (1, 0));
     net.run(SECOND);
     assert_eq!(net.ends[1].bytes(0, 64), [7; 64]);
 }

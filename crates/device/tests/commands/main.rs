@@ -12,8 +12,9 @@ use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, Status};
 use unirdma_formats::{QpState, QpType};
 use unirdma_link::{Handler, Vring};
+use unirdma_rnic::Share;
 use world::{Kind, World};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// Bytes of the request and of the response of each command, without headers.
 macro_rules! define_sizes {
@@ -109,6 +110,58 @@ fn query_device_has_the_configuration_space_and_what_follows_from_it() {
     // RC is 2, UC 3, UD 4 and the XRC initiator 9.
     assert_eq!((d.rate_limit_qp_types, d.max_cq_count), (0b10_0001_1100, u16::MAX));
     assert!(d.name.starts_with(b"a\0"));
+}
+
+/// A vRNIC may have more in all its sessions than one session is told (R06, R07).
+#[test]
+fn limits_are_within_the_ranges_of_the_specification() {
+    for (limit, max_qp, max_cq) in [(0, 1, 1), (7, 7, 7), (u32::MAX, abi::MAX_QP, abi::MAX_CQ)] {
+        let w = World::with(|c| (c.max_qp, c.max_cq) = (limit, limit));
+        let space = abi::Config::read_from_prefix(&w.me.dev.config()).unwrap().0;
+        let device: abi::QueryDeviceResp = w.me.ok(Command::QueryDevice, &abi::Nothing {});
+        for c in [space, device.config] {
+            assert_eq!((c.max_qp, c.max_cq), (max_qp, max_cq), "{limit}");
+        }
+    }
+}
+
+/// The port is as fast as the operator lets the vRNIC be.
+#[test]
+fn the_port_has_the_speed_of_the_limit() {
+    let w = World::new();
+    let port = |rate_bps: u64| {
+        w.me.set_share(Share { rate_bps, ..Share::default() });
+        let p: abi::QueryPortResp = w.me.ok(Command::QueryPort, &abi::QueryPortReq { port: 1, reserved: 0 });
+        (p.active_speed, p.active_width)
+    };
+    assert_eq!(port(0), (32, 2), "no limit");
+    for (rate, link) in [(1, (1, 1)), (2_500_000_000, (1, 1)), (10_000_000_000, (1, 2)), (10_000_000_001, (2, 2))] {
+        assert_eq!(port(rate), link, "{rate}");
+    }
+    assert_eq!((port(100_000_000_000), port(u64::MAX)), ((32, 2), (128, 2)));
+}
+
+/// The commands of a feature that the driver has not named are refused until the device is reset.
+#[test]
+fn a_declined_feature_cannot_be_used() {
+    let mut w = World::new();
+    let window = |w: &World| {
+        let request = abi::AllocMwReq { pdn: w.me.make(Kind::Pd), mw_type: 2 };
+        w.me.call(Command::AllocMw, request.as_bytes(), 1024).0
+    };
+    let begin = |w: &World, features| {
+        w.me.ok::<abi::NewSessionResp>(Command::NewSession, &abi::NewSessionReq { features, reserved: 0 });
+    };
+    assert_eq!(window(&w), 0, "a process says nothing, and has all");
+    begin(&w, abi::FEATURE_GSI | abi::FEATURE_FAST_REG);
+    assert_eq!(window(&w), Status::Unsupported as u8);
+    let first = abi::AllocMwReq { pdn: w.me.make(Kind::Pd), mw_type: 1 };
+    assert_eq!(w.me.call(Command::AllocMw, first.as_bytes(), 1024).0, 0, "type 1 needs no feature");
+    begin(&w, abi::FEATURE_INVALIDATE);
+    assert_eq!(window(&w), 0);
+    begin(&w, 0);
+    w.me.dev.reset();
+    assert_eq!(window(&w), 0);
 }
 
 #[test]

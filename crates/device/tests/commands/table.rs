@@ -81,6 +81,12 @@ fn too_early(op: CmOp) -> Request {
     }
 }
 
+/// Begins the session anew, without any feature.
+fn decline(w: &World) {
+    w.me.ok::<abi::NewSessionResp>(C::NewSession, &abi::NewSessionReq::default());
+    w.me.forget_doorbell();
+}
+
 const HANDLE: usize = offset_of!(abi::HandleReq, handle);
 
 pub fn rows() -> Vec<Row> {
@@ -182,6 +188,10 @@ fn memory() -> Vec<Row> {
             .refused(BadValue, "no page", |w| bytes(abi::CreateMrReq { max_num_sg: 0, ..create(w) }))
             .refused(BadValue, "too many pages", |w| {
                 bytes(abi::CreateMrReq { max_num_sg: abi::MAX_FAST_PAGES + 1, ..create(w) })
+            })
+            .refused(Unsupported, "FAST_REG was declined", |w| {
+                decline(w);
+                bytes(create(w))
             })
             .ends(),
         row(C::MapMrSg, |w| bytes(abi::MapMrSgReq { mrn: w.me.make(Kind::Mr), ..Default::default() }))
@@ -301,6 +311,10 @@ fn memory() -> Vec<Row> {
         row(C::AllocMw, |w| bytes(abi::AllocMwReq { pdn: w.me.make(Kind::Pd), mw_type: 2 }))
             .handle(offset_of!(abi::AllocMwReq, pdn), Kind::Pd)
             .refused(BadValue, "type", |w| bytes(abi::AllocMwReq { pdn: w.me.make(Kind::Pd), mw_type: 3 }))
+            .refused(Unsupported, "INVALIDATE was declined", |w| {
+                decline(w);
+                bytes(abi::AllocMwReq { pdn: w.me.make(Kind::Pd), mw_type: 2 })
+            })
             .ends(),
         row(C::DeallocMw, |w| handle(w.me.make(Kind::Mw)))
             .handle(HANDLE, Kind::Mw)
@@ -412,6 +426,10 @@ fn queue_pairs() -> Vec<Row> {
                 let gsi = |s: &Side| abi::CreateQpReq { qp_type: abi::QP_TYPE_GSI, ..create(s, QpType::Ud) };
                 w.other.ok::<abi::CreateQpResp>(C::CreateQp, &gsi(&w.other));
                 bytes(gsi(&w.me))
+            })
+            .refused(Unsupported, "GSI was declined", |w| {
+                decline(w);
+                bytes(abi::CreateQpReq { qp_type: abi::QP_TYPE_GSI, ..create(&w.me, QpType::Ud) })
             }),
         row(C::ResizeQp, |w| bytes(resize(&w.me, w.me.make(Kind::Qp))))
             .handle(at!(abi::ResizeQpReq, qpn), Kind::Qp)

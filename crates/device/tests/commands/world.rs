@@ -91,6 +91,15 @@ impl World {
 
     /// A vRNIC that may have `max_mr` MRs.
     pub fn with_mrs(max_mr: u32) -> Self {
+        Self::made(max_mr, |_| ())
+    }
+
+    /// A device with a changed configuration.
+    pub fn with(change: impl FnOnce(&mut abi::Config)) -> Self {
+        Self::made(QUOTA, change)
+    }
+
+    fn made(max_mr: u32, change: impl FnOnce(&mut abi::Config)) -> Self {
         let mut rnic = Rnic::new(1, 0);
         let limits = Limits {
             max_qp: QUOTA,
@@ -107,8 +116,9 @@ impl World {
                 .expect("vRNIC")
         };
         let (vrnic, _) = (vrnic(OWN), vrnic(PEER));
-        let features = abi::FEATURE_INVALIDATE;
-        let config = abi::Config { features, max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
+        let features = abi::FEATURE_INVALIDATE | abi::FEATURE_GSI | abi::FEATURE_FAST_REG;
+        let mut config = abi::Config { features, max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
+        change(&mut config);
         let identity = Identity { vrnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Arc::default() };
         let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
@@ -189,6 +199,11 @@ impl Side {
         let mut all = vec![0; self.memory.span().len()];
         self.memory.span().read(0, &mut all);
         all
+    }
+
+    /// Changes the vRNIC's part of the RNIC.
+    pub fn set_share(&self, share: Share) {
+        self.rnic.lock().set_share(self.dev.vrnic(), share);
     }
 
     /// The session has no doorbell page any more.

@@ -236,6 +236,9 @@ pub struct Counters {
     pub dropped: u64,
     /// Datagrams with another Q_Key than their QP's.
     pub qkey_violations: u64,
+    /// Packets from the network for this vRNIC or QP with another P_Key than its group's.
+    #[serde(default)]
+    pub pkey_violations: u64,
     /// Connections, address handles, datagrams and connection requests that a rule did not allow.
     pub refused: u64,
     /// Which errors they were.
@@ -347,8 +350,8 @@ macro_rules! sums {
 
 sums! {
     Counters {
-        sent_wrs, sent_bytes, received_wrs, received_bytes, rnr_waits, timeouts, errors, dropped, qkey_violations, refused,
-        failed, wire,
+        sent_wrs, sent_bytes, received_wrs, received_bytes, rnr_waits, timeouts, errors, dropped, qkey_violations,
+        pkey_violations, refused, failed, wire,
     }
 }
 sums! { Failures { retries, rnr_retries, remote, local, other } }

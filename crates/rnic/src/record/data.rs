@@ -86,7 +86,7 @@ twin! { ShareData of Share { weight: u32, rate_bps: u64, ops: u64, burst_us: u64
 twin! {
     CountersData of Counters {
         sent_wrs: u64, sent_bytes: u64, received_wrs: u64, received_bytes: u64, rnr_waits: u64, timeouts: u64, errors: u64,
-        dropped: u64, qkey_violations: u64, refused: u64, failed: FailuresData, wire: WireCountersData,
+        dropped: u64, qkey_violations: u64, pkey_violations: u64, refused: u64, failed: FailuresData, wire: WireCountersData,
     }
 }
 

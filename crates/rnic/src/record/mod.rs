@@ -35,7 +35,7 @@ use data::VrnicData;
 /// The first bytes of a record.
 const MAGIC: [u8; 8] = *b"uniRDMA\0";
 /// The version that is written, and the only one that is read so far.
-const VERSION: u32 = 7;
+const VERSION: u32 = 8;
 /// Magic, version, length of the data after the header, and a checksum of everything but itself.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 4;
 
