@@ -180,19 +180,19 @@ impl Context {
         crate::memory::prepare();
         let mut f = Frontend::connect(path).map_err(io)?;
         let mut arena = Arena::new();
-        let channel = |f: &mut Frontend, number| f.open_channel(number).and_then(Known::new).map_err(io);
+        let wake = |f: &mut Frontend, i| f.open_channel(abi::CHANNEL_WAKE + i).and_then(Known::eventfd).map_err(io);
         let ring = arena.alloc(&mut f, DriverQueue::bytes(CONTROL_SLOTS), 64)?;
         let control = Control {
             queue: DriverQueue::new(ring.span.clone(), CONTROL_SLOTS),
             request: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
             response: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
-            channel: channel(&mut f, abi::CHANNEL_CONTROL)?,
+            channel: f.open_channel(abi::CHANNEL_CONTROL).and_then(Known::new).map_err(io)?,
         };
         control.queue.be_quiet();
         let (d, a, u) = control.queue.addresses();
         f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u).map_err(io)?;
         let asyncs = EventSource::new(abi::CHANNEL_ASYNC, f.open_channel(abi::CHANNEL_ASYNC).map_err(io)?)?;
-        let first = Arc::new(channel(&mut f, abi::CHANNEL_WAKE)?);
+        let first = Arc::new(wake(&mut f, 0)?);
         let page = arena.alloc(&mut f, size_of::<abi::DoorbellPage>(), 4096)?;
         let socket = f.socket().clone();
         let bell = Bell::new(page.span.clone()).ok_or(libc::EPROTO)?;
@@ -223,8 +223,8 @@ impl Context {
         }
         let () = ctx.command_void(Command::SetDoorbell, &abi::SetDoorbellReq { addr: page.bus })?;
         for i in 1..ctx.bell.wakes().min(abi::MAX_WAKES) {
-            let wake = channel(&mut lock(&ctx.frontend), abi::CHANNEL_WAKE + i)?;
-            ctx.wakes.push(Arc::new(wake));
+            let another = wake(&mut lock(&ctx.frontend), i)?;
+            ctx.wakes.push(Arc::new(another));
         }
         Ok(Arc::new(ctx))
     }

@@ -44,26 +44,57 @@ pub fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
     }
 }
 
+/// By what an open file is recognized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Identity {
+    /// Device and inode, which no other file has.
+    Inode(u64, u64),
+    /// The signal [`MARK`] of an eventfd. All eventfds, epoll sets and timers share one inode.
+    Mark,
+}
+
+/// The signal that marks eventfds of the library (`F_SETSIG`). It belongs to the open file, is 0 in those of a program,
+/// and is never sent, since eventfds have no signal-driven I/O. It is the last real-time signal.
+const MARK: libc::c_int = 64;
+const F_SETSIG: libc::c_int = 10;
+const F_GETSIG: libc::c_int = 11;
+
+fn identity(fd: BorrowedFd<'_>) -> io::Result<Identity> {
+    let stat = rustix::fs::fstat(fd)?;
+    Ok(Identity::Inode(stat.st_dev, stat.st_ino))
+}
+
 /// A descriptor and the identity of its file. It is closed when it is dropped, if it is still that file.
-///
-/// The file must have an inode of its own, as sockets, pipes, memory files and ordinary files do. Eventfds, epoll sets
-/// and timers share one.
 #[derive(Debug)]
 pub struct Known {
     fd: ManuallyDrop<OwnedFd>,
-    dev: u64,
-    ino: u64,
+    identity: Identity,
 }
 
 impl Known {
-    /// Moves `fd` to a high number and remembers its identity.
+    /// Moves `fd` to a high number and remembers its identity. The file must have an inode of its own, as sockets,
+    /// pipes, memory files and ordinary files do.
     ///
     /// # Errors
     /// As [`high`].
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
         let fd = high(fd)?;
-        let stat = rustix::fs::fstat(&fd)?;
-        Ok(Known { fd: ManuallyDrop::new(fd), dev: stat.st_dev, ino: stat.st_ino })
+        let identity = identity(fd.as_fd())?;
+        Ok(Known { fd: ManuallyDrop::new(fd), identity })
+    }
+
+    /// Moves an eventfd to a high number and marks it. Files of the program do not have the mark, so they are told
+    /// apart from it; other eventfds of the library are not.
+    ///
+    /// # Errors
+    /// As [`high`], and `EINVAL` if the mark cannot be set.
+    pub fn eventfd(fd: OwnedFd) -> io::Result<Self> {
+        let fd = high(fd)?;
+        // SAFETY: F_SETSIG takes a number, and changes nothing of an eventfd but this number.
+        if unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, MARK) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Known { fd: ManuallyDrop::new(fd), identity: Identity::Mark })
     }
 
     /// An empty file of its own.
@@ -76,7 +107,11 @@ impl Known {
 
     /// True while the number still names the first file.
     pub fn still_ours(&self) -> bool {
-        rustix::fs::fstat(&*self.fd).is_ok_and(|s| (s.st_dev, s.st_ino) == (self.dev, self.ino))
+        match self.identity {
+            Identity::Inode(..) => identity(self.fd.as_fd()).is_ok_and(|now| now == self.identity),
+            // SAFETY: F_GETSIG has no argument. If the program has closed the number, the call fails.
+            Identity::Mark => unsafe { libc::fcntl(self.as_raw_fd(), F_GETSIG) == MARK },
+        }
     }
 
     /// The descriptor, if it is still ours. The check costs one system call.
@@ -97,14 +132,15 @@ impl Known {
         }
     }
 
-    /// Puts another file in the place of this one, under the same number; not if the program has done so already.
+    /// Puts another file with an inode of its own in the place of this one, under the same number; not if the program
+    /// has done so already.
     pub fn replace(&mut self, with: OwnedFd) {
         if !self.still_ours() {
             return;
         }
         let place = rustix::io::dup3(&with, &mut self.fd, rustix::io::DupFlags::CLOEXEC);
-        if let (Ok(()), Ok(stat)) = (place, rustix::fs::fstat(&with)) {
-            (self.dev, self.ino) = (stat.st_dev, stat.st_ino);
+        if let (Ok(()), Ok(identity)) = (place, identity(with.as_fd())) {
+            self.identity = identity;
         }
     }
 }
@@ -182,6 +218,32 @@ mod tests {
         assert!(rustix::fs::fstat(&*place).is_ok(), "the program's own file was closed");
         drop(ManuallyDrop::into_inner(place));
         assert_eq!(rustix::io::read(&b, &mut [0; 4]), Ok(0));
+    }
+
+    #[test]
+    fn an_eventfd_of_the_program_is_told_apart() {
+        use rustix::event::{EventfdFlags, eventfd};
+        let new = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let ours = new();
+        let other_end = rustix::io::dup(&ours).unwrap();
+        let known = Known::eventfd(ours).unwrap();
+        // The mark takes nothing from what an eventfd does.
+        rustix::io::write(known.get().unwrap(), &3u64.to_ne_bytes()).unwrap();
+        let mut counter = [0; 8];
+        assert_eq!(rustix::io::read(&other_end, &mut counter), Ok(8));
+        assert_eq!(u64::from_ne_bytes(counter), 3);
+        // As a daemon that closes all descriptors and makes an eventfd of its own, which gets the number.
+        let mine = new();
+        // SAFETY: the number is `known`'s, which sees that it is another file.
+        let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(known.as_raw_fd()) });
+        rustix::io::dup2(&mine, &mut place).unwrap();
+        assert_eq!(known.get().unwrap_err().raw_os_error(), Some(9));
+        drop(known);
+        assert_eq!(rustix::io::read(&*place, &mut counter), Err(rustix::io::Errno::AGAIN), "it is open, and 0");
+        drop(ManuallyDrop::into_inner(place));
+        let known = Known::eventfd(new()).unwrap();
+        known.close();
+        assert_eq!(known.get().unwrap_err().raw_os_error(), Some(9), "nothing is open");
     }
 
     #[test]
