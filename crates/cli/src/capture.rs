@@ -13,7 +13,7 @@ use rustix::process::setpriority_process;
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
 use unirdma_formats::pcap::{self, RECORD_BYTES};
 use unirdma_formats::wire::{ICRC_BYTES, Op, Packet};
-use unirdma_host::admin::{Client, Request, Response};
+use unirdma_supervisor::admin::{Client, Request, Response};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma capture                          a line for each packet

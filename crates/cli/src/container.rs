@@ -12,8 +12,10 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 use rustix::process::PidfdFlags;
 use rustix::thread::UnshareFlags;
-use unirdma_host::admin::{Request, Response};
-use unirdma_host::{Client, VrnicInfo, fdpass};
+use unirdma_ipc::fdpass;
+use unirdma_ipc::vrnic::VrnicInfo;
+use unirdma_supervisor::Client;
+use unirdma_supervisor::admin::{Request, Response};
 
 use crate::bind::{self, Bind};
 use crate::home::{self, Show};

@@ -8,7 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
-use unirdma_host::VrnicInfo;
+use unirdma_ipc::vrnic::VrnicInfo;
 
 use crate::errors::context;
 

@@ -9,7 +9,7 @@ use std::path::Path;
 use clap::Args;
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ThreadNameSpaceType, UnshareFlags};
-use unirdma_host::{Client, VHOST_SOCKET};
+use unirdma_supervisor::{Client, VHOST_SOCKET};
 
 use crate::container::show;
 use crate::mounts::VRNIC;

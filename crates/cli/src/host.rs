@@ -7,10 +7,12 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
 use clap::Args;
-use unirdma_host::{
-    Alone, CentreConfig, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS,
-    MetricsConfig, Polling, WireConfig, default_state, firewall_rules, keep, serve, work,
+use unirdma_ipc::config::{EngineConfig, Polling};
+use unirdma_supervisor::{
+    CentreConfig, DEFAULT_METRICS_VRNICS, HostConfig, Isolation, MAX_METRICS_VRNICS, MetricsConfig, WireConfig,
+    default_state, firewall_rules, keep, serve,
 };
+use unirdma_worker::{Alone, work};
 
 use crate::process;
 

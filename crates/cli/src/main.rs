@@ -34,8 +34,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-use unirdma_host::admin::{Request, Response};
-use unirdma_host::{AddVrnic, Client, IpNet, SetHeld, SetShare, default_dir};
+use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare};
+use unirdma_supervisor::admin::{Request, Response};
+use unirdma_supervisor::{Client, default_dir};
 
 /// Virtual RDMA NICs for containers, on machines without RDMA hardware.
 #[derive(Parser)]
@@ -217,7 +218,7 @@ enum VrnicCommand {
 struct ShareArgs {
     /// Share of its group's worker, relative to the weights of the group's other vRNICs, while they want it too
     /// [default: 100]
-    #[arg(long, value_name = "1-10000", value_parser = clap::value_parser!(u32).range(1..=i64::from(unirdma_host::MAX_WEIGHT)))]
+    #[arg(long, value_name = "1-10000", value_parser = clap::value_parser!(u32).range(1..=i64::from(unirdma_ipc::vrnic::MAX_WEIGHT)))]
     weight: Option<u32>,
     /// Most bits a second that its programs send, with K, M, G or T, as 2.5G or 100Mbit/s, or `none` [default: none]
     #[arg(long, value_name = "BITS", value_parser = units::bits)]

@@ -6,7 +6,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use unirdma_host::IpNet;
+use unirdma_ipc::vrnic::IpNet;
 
 const NAME: &[u8] = b"eth0";
 const UPLINK: &[u8] = b"uplink0";

@@ -3,9 +3,10 @@
 use std::io::{self, Write};
 use std::net::IpAddr;
 
-use unirdma_host::admin::{GroupInfo, Response, RulesInfo, StatusInfo, WireInfo, WorkerInfo};
-use unirdma_host::confine::USUAL_GROUP_WEIGHT;
-use unirdma_host::{CentreInfo, VrnicInfo};
+use unirdma_confine::USUAL_GROUP_WEIGHT;
+use unirdma_ipc::vrnic::VrnicInfo;
+use unirdma_supervisor::CentreInfo;
+use unirdma_supervisor::admin::{GroupInfo, Response, RulesInfo, StatusInfo, WireInfo, WorkerInfo};
 
 use crate::units;
 
@@ -136,7 +137,7 @@ fn show(v: &VrnicInfo) -> String {
     let mut text = table(&rows.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect::<Vec<_>>());
     if !v.memory.is_empty() {
         let head = ["MEMORY", "MRS", "BYTES", "BECAUSE"].map(String::from).to_vec();
-        let row = |m: &unirdma_host::MrNote| vec![m.way.clone(), m.mrs.to_string(), bytes(m.bytes), m.why.clone()];
+        let row = |m: &unirdma_rnic::MrNote| vec![m.way.clone(), m.mrs.to_string(), bytes(m.bytes), m.why.clone()];
         text += "\n\n";
         text += &table(&std::iter::once(head).chain(v.memory.iter().map(row)).collect::<Vec<_>>());
     }

@@ -16,7 +16,8 @@ use std::process::Command;
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::process::DumpableBehavior;
 use rustix::thread::UnshareFlags;
-use unirdma_host::{VrnicInfo, fdpass};
+use unirdma_ipc::fdpass;
+use unirdma_ipc::vrnic::VrnicInfo;
 
 use crate::bind::Bind;
 use crate::errors::context;

@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use unirdma_host::admin::SecretChange;
+use unirdma_supervisor::admin::SecretChange;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma secret blue.secret

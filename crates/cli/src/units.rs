@@ -66,7 +66,7 @@ pub fn micros(s: &str) -> Result<u64, UnitError> {
         _ => return Err(UnitError::Time),
     };
     let n: u64 = digits.parse().map_err(|_| UnitError::Time)?;
-    let max = unirdma_host::MAX_BURST_US;
+    let max = unirdma_ipc::vrnic::MAX_BURST_US;
     n.checked_mul(factor).filter(|n| *n <= max).ok_or(UnitError::TimeRange)
 }
 

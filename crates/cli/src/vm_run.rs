@@ -15,7 +15,8 @@ use std::process::{Command, Stdio};
 use clap::{Args, Subcommand, ValueEnum};
 use rustix::termios::{OptionalActions, Termios};
 use rustix::thread::UnshareFlags;
-use unirdma_host::{Client, VrnicInfo};
+use unirdma_ipc::vrnic::VrnicInfo;
+use unirdma_supervisor::Client;
 
 use crate::container::show;
 use crate::sandbox::{end_with_parent, fail};

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use unirdma_abi::{CONFIG_BYTES, VIRTIO_ID_RDMA, VQ_COMP_FIRST};
-use unirdma_host::{NET_SOCKET, VHOST_SOCKET, VrnicInfo};
+use unirdma_ipc::vrnic::VrnicInfo;
+use unirdma_supervisor::{NET_SOCKET, VHOST_SOCKET};
 
 /// The VMM to print for.
 #[derive(clap::Args)]

@@ -18,10 +18,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use unirdma_abi as abi;
+use unirdma_device::HoldTimes;
 use unirdma_formats::{WrOpcode, send_flags};
-use unirdma_host::admin::{Request, Response};
-use unirdma_host::{EngineConfig, HoldTimes, Polling};
+use unirdma_ipc::config::{EngineConfig, Polling};
 use unirdma_mem::MemFd;
+use unirdma_supervisor::admin::{Request, Response};
 use unirdma_testkit::{Queue, Scripted, TestHost};
 
 /// Number of pairs of vRNICs. Each pair has one QP that writes.

@@ -19,16 +19,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use unirdma_host::admin::{Request, Response};
-use unirdma_host::{
-    AddVrnic, Client, EngineConfig, HostConfig, Isolation, RFC_SOCKET, VHOST_SOCKET, WireConfig, serve, vrnic_dir,
-    wait_ready,
+use unirdma_ipc::config::EngineConfig;
+use unirdma_ipc::vrnic::AddVrnic;
+use unirdma_supervisor::admin::{Request, Response};
+use unirdma_supervisor::{
+    Client, HostConfig, Isolation, RFC_SOCKET, VHOST_SOCKET, WireConfig, serve, vrnic_dir, wait_ready,
 };
+use unirdma_worker::{Alone, work};
 
 pub use hostile::Hostile;
 pub use program::{Program, connect};
 pub use scene::Scene;
 pub use scripted::{Queue, Scripted};
+
+/// Workers that are threads of the test's process.
+pub const WORKER_THREADS: Isolation = Isolation::Threads(|door| work(door, Alone::Ends));
 
 fn new_dir() -> PathBuf {
     static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -80,7 +85,7 @@ impl TestHost {
             engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
             wire,
             centre: None,
-            isolation: Isolation::Threads,
+            isolation: WORKER_THREADS,
             user: None,
             metrics: None,
         };

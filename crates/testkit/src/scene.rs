@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use unirdma_formats::WrOpcode;
-use unirdma_host::admin::Request;
+use unirdma_supervisor::admin::Request;
 
 use crate::{Program, TestHost, connect};
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use unirdma_abi::Command;
-use unirdma_host::admin::Request;
+use unirdma_supervisor::admin::Request;
 use unirdma_testkit::{Hostile, Program, TestHost};
 
 const QUERY: u8 = Command::QueryDevice as u8;
@@ -141,8 +141,8 @@ fn a_program_too_many_sees_the_device_and_is_told_why_it_cannot_use_it() {
 
 #[test]
 fn a_vrnic_gets_another_share_while_it_is_there() {
-    use unirdma_host::SetShare;
-    use unirdma_host::admin::Response;
+    use unirdma_ipc::vrnic::SetShare;
+    use unirdma_supervisor::admin::Response;
     let host = TestHost::start();
     host.add_with("a", "10.0.0.1", |add| add.share.weight = Some(300));
     let shown = |r: Response| match r {

@@ -370,8 +370,8 @@ fn a_killed_program_gives_its_peer_what_hardware_would() {
     }
     let c = p.wait().unwrap();
     assert_eq!(c.status, 12, "IBV_WC_RETRY_EXC_ERR");
-    let shown = host.ask(&unirdma_host::admin::Request::VrnicShow { name: "b".into() }).unwrap();
-    let unirdma_host::admin::Response::Vrnic(v) = shown else { panic!() };
+    let shown = host.ask(&unirdma_supervisor::admin::Request::VrnicShow { name: "b".into() }).unwrap();
+    let unirdma_supervisor::admin::Response::Vrnic(v) = shown else { panic!() };
     assert_eq!((v.sessions, v.qps, v.cqs, v.mrs_mapped + v.mrs_copied), (0, 0, 0, 0));
 }
 

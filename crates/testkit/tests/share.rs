@@ -10,9 +10,11 @@ use std::time::Duration;
 
 use unirdma_driver::{Way, Why};
 use unirdma_formats::WrOpcode;
-use unirdma_host::admin::{Client, Request, Response};
-use unirdma_host::{AddVrnic, EngineConfig, HostConfig, Isolation, serve, vrnic_dir, wait_ready};
-use unirdma_testkit::{Program, connect};
+use unirdma_ipc::config::EngineConfig;
+use unirdma_ipc::vrnic::AddVrnic;
+use unirdma_supervisor::admin::{Client, Request, Response};
+use unirdma_supervisor::{HostConfig, serve, vrnic_dir, wait_ready};
+use unirdma_testkit::{Program, WORKER_THREADS, connect};
 
 fn host(dir: &str) -> ! {
     use std::os::fd::AsFd;
@@ -22,7 +24,7 @@ fn host(dir: &str) -> ! {
         dir: dir.into(),
         engine: EngineConfig::default(),
         wire: None,
-        isolation: Isolation::Threads,
+        isolation: WORKER_THREADS,
         user: None,
         metrics: None,
         centre: None,

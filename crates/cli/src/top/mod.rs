@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use unirdma_host::Client;
-use unirdma_host::admin::{Request, Response};
+use unirdma_supervisor::Client;
+use unirdma_supervisor::admin::{Request, Response};
 
 use rates::{Column, Row, Sample};
 use screen::View;

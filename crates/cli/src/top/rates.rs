@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::time::Instant;
 
-use unirdma_host::VrnicInfo;
+use unirdma_ipc::vrnic::VrnicInfo;
 
 use super::short;
 

@@ -3,7 +3,7 @@
 
 use unirdma_abi::rfc::{self, Nothing};
 use unirdma_abi::{Command, Status};
-use unirdma_host::AddVrnic;
+use unirdma_ipc::vrnic::AddVrnic;
 use unirdma_testkit::TestHost;
 use unirdma_testkit::rfc::{RfcDriver, qp_request};
 use zerocopy::{Immutable, IntoBytes};

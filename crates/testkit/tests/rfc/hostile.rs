@@ -1,8 +1,8 @@
 //! A hostile driver harms only itself, and a session of this mode obeys the limits of all sessions.
 
 use unirdma_abi::rfc::{self, opcode as op};
-use unirdma_host::admin::{Request, Response};
 use unirdma_link::Segment;
+use unirdma_supervisor::admin::{Request, Response};
 use unirdma_testkit::rfc::{BUS, RfcDriver, send, wait_for};
 use unirdma_testkit::{Scene, TestHost};
 

@@ -1,0 +1,289 @@
+//! The administration socket. A request is one line of JSON, and so is a response. A request may carry a file
+//! descriptor.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use unirdma_confine::InForce;
+use unirdma_device::HoldTimes;
+use unirdma_ipc::counters::SealInfo;
+use unirdma_ipc::fdpass;
+use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
+
+use crate::centre::CentreInfo;
+pub use crate::network::{Hidden, RulesInfo, WireInfo};
+
+/// A request.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "kebab-case")]
+#[allow(missing_docs)]
+pub enum Request {
+    VrnicAdd(AddVrnic),
+    VrnicList,
+    VrnicShow {
+        name: String,
+    },
+    VrnicRemove {
+        name: String,
+        force: bool,
+    },
+    /// Changes a vRNIC's weight, limits or permissions, while programs run.
+    VrnicSet {
+        name: String,
+        share: SetShare,
+        /// Whether its interface may send with any IP address.
+        #[serde(default)]
+        allow_spoof: Option<bool>,
+        #[serde(default)]
+        held: SetHeld,
+    },
+    /// Sets the link of a vRNIC up or down.
+    VrnicLink {
+        name: String,
+        up: bool,
+    },
+    /// Adds or removes an address of a vRNIC, while programs run.
+    VrnicAddress {
+        name: String,
+        ip: IpNet,
+        add: bool,
+    },
+    GroupAdd {
+        name: String,
+        /// Its worker's share of the processors: 1 to [`MAX_GROUP_WEIGHT`](unirdma_confine::MAX_GROUP_WEIGHT).
+        #[serde(default)]
+        weight: Option<u32>,
+        /// The file sent along contains the group's secret.
+        #[serde(default)]
+        secret: bool,
+    },
+    GroupSet {
+        name: String,
+        #[serde(default)]
+        weight: Option<u32>,
+        /// The other group, if the secret is for packets between two groups.
+        #[serde(default)]
+        with: Option<String>,
+        #[serde(default)]
+        secret: Option<SecretChange>,
+    },
+    GroupList,
+    /// The rules between groups in force on this host.
+    RuleList,
+    GroupRemove {
+        name: String,
+    },
+    /// Connects the interface whose descriptor is sent along to the vRNIC's network, until the connection is closed.
+    Attach {
+        name: String,
+    },
+    /// Registers the first process of a container of this vRNIC, whose pidfd is sent along, until the connection is
+    /// closed.
+    Container {
+        name: String,
+    },
+    /// Undoes this connection's `Attach` and `Container`. After the response the vRNIC is free for another one.
+    Detach,
+    /// Sends packets to the socket whose descriptor is sent along, as pcap records, one in each message, until the
+    /// connection is closed.
+    Capture {
+        vrnic: Option<String>,
+        /// Most bytes of each packet.
+        snap: u32,
+    },
+    /// Ends this connection's capture.
+    CaptureStop,
+    Status,
+}
+
+/// A change of the secrets of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SecretChange {
+    /// The file sent along contains a new secret to send with. Earlier secrets are still accepted.
+    File,
+    /// Only the secret to send with is still accepted.
+    ForgetOld,
+    /// The group has no secret any more.
+    None,
+}
+
+/// A group, and the number of its vRNICs.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct GroupInfo {
+    pub name: String,
+    pub vrnics: usize,
+    /// Its number between hosts, if it has one.
+    #[serde(default)]
+    pub vni: Option<u32>,
+    /// Its worker's share of the processors, in hundredths of the default share.
+    pub weight: u32,
+    /// Why the weight has no effect; `None`: it has.
+    #[serde(default)]
+    pub weight_lacks: Option<String>,
+    /// Number of the secret that it sends with; `None`: it has no secret.
+    #[serde(default)]
+    pub secret: Option<u8>,
+}
+
+/// The virtual layer itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct StatusInfo {
+    pub pid: u32,
+    pub version: String,
+    pub dir: String,
+    pub vrnics: usize,
+    pub sessions: usize,
+    /// How long the locks of the workers' RNICs were held: the maxima over all workers.
+    #[serde(default)]
+    pub rnic_held: HoldTimes,
+    /// The workers, one for each group.
+    #[serde(default)]
+    pub workers: Vec<WorkerInfo>,
+    /// The supervisor's confinement.
+    #[serde(default)]
+    pub confinement: InForce,
+    /// The network to other hosts, if one is configured.
+    pub wire: Option<WireInfo>,
+    /// The control centre, if this host belongs to a fleet.
+    #[serde(default)]
+    pub centre: Option<CentreInfo>,
+}
+
+/// The worker of a group.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct WorkerInfo {
+    pub group: String,
+    /// Its process ID; `None` while it is being restarted.
+    pub pid: Option<u32>,
+    pub vrnics: usize,
+    pub sessions: usize,
+    /// How often it has died and was restarted.
+    pub restarts: u64,
+    /// The thread that is stuck, and for how long.
+    pub stuck: Option<String>,
+    /// Anonymous memory, bytes. Neither the program's file, which all workers share, nor the tenants' memory files
+    /// count.
+    pub memory: u64,
+    /// How long the lock of its RNIC was held.
+    pub rnic_held: HoldTimes,
+    /// Its confinement.
+    pub confinement: InForce,
+    /// The secrets of its group, and the packets dropped by encryption.
+    #[serde(default)]
+    pub seal: SealInfo,
+}
+
+/// A response.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs)]
+pub enum Response {
+    Done,
+    Vrnic(Box<VrnicInfo>),
+    Vrnics(Vec<VrnicInfo>),
+    Groups(Vec<GroupInfo>),
+    Rules(RulesInfo),
+    Status(Box<StatusInfo>),
+    /// The capture has ended. `lost` packets came too fast for it.
+    Captured {
+        lost: u64,
+    },
+    /// One line that says what is wrong and what to do.
+    Error(String),
+}
+
+/// Longest request line, bytes.
+const MAX_LINE: usize = 64 << 10;
+
+/// Opens the socket. Only its owner can connect.
+pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
+    let _ = std::fs::remove_file(path);
+    let l = UnixListener::bind(path)
+        .map_err(|e| io::Error::new(e.kind(), format!("cannot listen on {}: {e}", path.display())))?;
+    std::fs::set_permissions(path, PermissionsExt::from_mode(0o600))?;
+    Ok(l)
+}
+
+/// Serves one connection: passes each request to `handle`, which returns `None` when the host stops.
+pub(crate) fn serve(mut stream: UnixStream, mut handle: impl FnMut(Request, Option<OwnedFd>) -> Option<Response>) {
+    let mut line = Vec::new();
+    let mut fd = None;
+    loop {
+        while !line.contains(&b'\n') {
+            let mut buf = [0; 4096];
+            match fdpass::receive(stream.as_fd(), &mut buf) {
+                Ok((n @ 1.., came)) if line.len() + n <= MAX_LINE => {
+                    line.extend_from_slice(&buf[..n]);
+                    fd = came.into_iter().next_back().or(fd);
+                }
+                _ => return,
+            }
+        }
+        let end = line.iter().position(|&b| b == b'\n').map_or(line.len(), |i| i + 1);
+        let request: Vec<u8> = line.drain(..end).collect();
+        let response = match serde_json::from_slice(&request) {
+            Ok(r) => match handle(r, fd.take()) {
+                Some(r) => r,
+                None => return,
+            },
+            Err(e) => Response::Error(format!("malformed request: {e}")),
+        };
+        let Ok(mut bytes) = serde_json::to_vec(&response) else { return };
+        bytes.push(b'\n');
+        if stream.write_all(&bytes).is_err() {
+            return;
+        }
+    }
+}
+
+/// A connection to the virtual layer's administration socket.
+pub struct Client(BufReader<UnixStream>);
+
+impl Client {
+    /// Connects to the virtual layer that serves `dir`.
+    ///
+    /// # Errors
+    /// One line that says what to do.
+    pub fn connect(dir: &Path) -> io::Result<Self> {
+        crate::check_fallback(dir)?;
+        let path = dir.join(crate::ADMIN_SOCKET);
+        let stream = UnixStream::connect(&path).map_err(|e| {
+            let hint = match e.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    "it belongs to another user; run as that user, or serve your own with `unirdma host`"
+                }
+                _ => "start one with `unirdma host`, or name its directory with --dir",
+            };
+            io::Error::new(e.kind(), format!("no virtual layer answers in {} ({e}): {hint}", dir.display()))
+        })?;
+        Ok(Client(BufReader::new(stream)))
+    }
+
+    /// Sends a request, with a descriptor if one is given, and waits for the response.
+    ///
+    /// # Errors
+    /// The virtual layer's error line, or that the virtual layer is gone.
+    pub fn ask(&mut self, request: &Request, fd: Option<BorrowedFd<'_>>) -> io::Result<Response> {
+        let mut bytes = serde_json::to_vec(request)?;
+        bytes.push(b'\n');
+        fdpass::send(self.0.get_ref().as_fd(), &bytes, fd.as_slice())?;
+        let mut line = String::new();
+        Read::by_ref(&mut self.0).take(1 << 26).read_line(&mut line)?;
+        if line.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the virtual layer has stopped"));
+        }
+        match serde_json::from_str(&line)? {
+            Response::Error(e) => Err(io::Error::other(e)),
+            r => Ok(r),
+        }
+    }
+}

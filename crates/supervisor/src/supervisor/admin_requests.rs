@@ -1,0 +1,616 @@
+//! Requests of administrators: vRNICs, groups, attachment, status.
+
+use unirdma_confine::MAX_GROUP_WEIGHT;
+use unirdma_formats::Guid;
+use unirdma_ipc::message::{Answer, Call, NewVrnic, WorkerStatus};
+use unirdma_ipc::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
+use unirdma_rnic::Share;
+
+use super::secrets::NewSecret;
+use super::*;
+use crate::admin::{GroupInfo, Request, SecretChange, StatusInfo, WorkerInfo};
+use group::{Capturing, Worker};
+use std::time::Duration;
+
+/// Age up to which a notice of a stuck thread is current. The worker repeats it once a second.
+const STUCK_NOW: Duration = Duration::from_secs(3);
+
+type Reply = Result<Response, String>;
+
+impl Supervisor {
+    pub(super) fn answer(self: &Arc<Self>, id: u64, request: Request, fd: Option<OwnedFd>) -> Reply {
+        if let Some(answer) = self.answer_of_fleet(&request) {
+            return answer;
+        }
+        match request {
+            Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true),
+            Request::VrnicList => Ok(Response::Vrnics(self.list())),
+            Request::VrnicShow { name } => self.show(&name, true),
+            Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
+            Request::VrnicSet { name, share, allow_spoof, held } => self.set(&name, share, allow_spoof, held),
+            Request::VrnicLink { name, up } => self.set_link(&name, up).map(|()| Response::Done),
+            Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
+            Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
+            Request::GroupAdd { name, weight, secret } => {
+                self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT), secret.then_some(fd))
+            }
+            Request::GroupSet { name, weight, with, secret } => {
+                self.set_group(&name, weight, with.as_deref(), secret, fd)
+            }
+            Request::RuleList => {
+                let rules = self.around.network.as_ref().map(|n| lock(n).rules());
+                Ok(Response::Rules(rules.unwrap_or_default()))
+            }
+            Request::GroupList => {
+                // Locked before the names: see the order of locks.
+                let network = self.around.network.as_ref().map(|n| lock(n));
+                let vni = |g: &str| network.as_ref().and_then(|n| n.vni(g));
+                let names = self.names();
+                let count = |g: &str| names.vrnics.values().filter(|v| v.group == g).count();
+                let weight_lacks = self.around.why_no_weights();
+                let infos = names.groups.iter().map(|(g, group)| GroupInfo {
+                    name: g.clone(),
+                    vrnics: count(g),
+                    vni: vni(g),
+                    weight: group.weight(),
+                    weight_lacks: weight_lacks.clone(),
+                    secret: group.seal_note().number,
+                });
+                Ok(Response::Groups(infos.collect()))
+            }
+            Request::GroupRemove { name } => self.remove_group(&name),
+            Request::Attach { name } => self.attach(id, &name, fd),
+            Request::Container { name } => {
+                let fd = fd.ok_or("a container needs a descriptor of its first process")?;
+                self.change(&name, |group, inner| {
+                    member(inner, &name)?.containers.insert(id, fd);
+                    self.names().held.entry(id).or_default().insert(group.name.clone());
+                    Ok(())
+                })?;
+                Ok(Response::Done)
+            }
+            Request::Detach => {
+                self.detach(id);
+                Ok(Response::Done)
+            }
+            Request::Capture { vrnic, snap } => self.capture(id, vrnic, snap, fd),
+            Request::CaptureStop => {
+                let lost = self.stop_capture(id).ok_or("no capture runs on this connection")?;
+                Ok(Response::Captured { lost })
+            }
+            Request::Status => Ok(Response::Status(Box::new(self.status()))),
+        }
+    }
+
+    /// Releases everything that an administration connection holds. The connection is closed, or its container has
+    /// ended.
+    pub(super) fn closed(&self, id: u64) {
+        self.detach(id);
+        self.stop_capture(id);
+    }
+
+    /// The group of a vRNIC.
+    pub(super) fn group_with(&self, name: &str) -> Result<Arc<Group>, String> {
+        let names = self.names();
+        names.vrnics.get(name).and_then(|v| names.groups.get(&v.group)).cloned().ok_or_else(|| unknown(name))
+    }
+
+    /// Changes a vRNIC by `f`, and stores the new state in the keeper.
+    fn change(
+        &self,
+        name: &str,
+        f: impl FnOnce(&Group, &mut Inner) -> Result<(), String>,
+    ) -> Result<Arc<Group>, String> {
+        let group = self.group_with(name)?;
+        let mut inner = group.lock();
+        f(&group, &mut inner)?;
+        self.keep_vrnic(&group, &inner, name);
+        drop(inner);
+        Ok(group)
+    }
+
+    /// Makes a group. `secret` is `Some` if it has a secret, which is read from the file.
+    pub(super) fn make_group(self: &Arc<Self>, name: &str, weight: u32, secret: Option<Option<OwnedFd>>) -> Reply {
+        vrnic::check_name("group", name)?;
+        check_weight(weight)?;
+        let id = {
+            let mut names = self.names();
+            if names.groups.contains_key(name) || !names.busy.insert(name.into()) {
+                return Err(format!("group {name} exists already"));
+            }
+            names.next_group += 1;
+            names.next_group - 1
+        };
+        let added = self.add_group(name, id, weight);
+        self.names().busy.remove(name);
+        added?;
+        let own = |file| self.set_group(name, None, None, Some(SecretChange::File), file).map(drop);
+        if let Err(e) = self.share_pairs(name).and_then(|()| secret.map_or(Ok(()), own)) {
+            self.remove_group(name)?;
+            return Err(e);
+        }
+        Ok(Response::Done)
+    }
+
+    pub(super) fn set_group(
+        &self,
+        name: &str,
+        weight: Option<u32>,
+        with: Option<&str>,
+        secret: Option<SecretChange>,
+        file: Option<OwnedFd>,
+    ) -> Reply {
+        if weight.is_none() && secret.is_none() {
+            return Err("nothing to set; give --weight, --secret or --forget-old".into());
+        }
+        weight.map_or(Ok(()), check_weight)?;
+        let group = self.names().groups.get(name).cloned().ok_or(format!("there is no group {name}"))?;
+        match (secret, with) {
+            (Some(change), None) => self.change_secrets(&group, None, &NewSecret::read(change, file)?)?,
+            (Some(change), Some(other)) => self.change_pair(&group, other, &NewSecret::read(change, file)?)?,
+            (None, Some(_)) => return Err("--with says whose secret it is; give --secret or --forget-old, too".into()),
+            (None, None) => {}
+        }
+        if let Some(weight) = weight {
+            let inner = group.lock();
+            if inner.removed {
+                return Err(format!("group {name} is gone"));
+            }
+            group.set_weight(weight)?;
+            self.keep_group(&group, &inner);
+        }
+        Ok(Response::Done)
+    }
+
+    pub(super) fn remove_group(&self, name: &str) -> Reply {
+        if name == DEFAULT_GROUP {
+            return Err("the group `default` always exists".into());
+        }
+        let group = {
+            let mut names = self.names();
+            if let Some((v, _)) = names.vrnics.iter().find(|(_, v)| v.group == name) {
+                return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
+            }
+            let group = names.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+            names.busy.insert(name.into());
+            group
+        };
+        self.end_group(&group);
+        self.forget_group(name);
+        self.names().busy.remove(name);
+        Ok(Response::Done)
+    }
+
+    pub(super) fn set_link(&self, name: &str, up: bool) -> Result<(), String> {
+        self.change(name, |group, inner| {
+            group.call(inner, &Call::Link { name: name.into(), up }, &[])?;
+            member(inner, name)?.new.up = up;
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Makes a vRNIC. If `hardware` is `None`, its MAC and GUID are derived from its group and addresses.
+    pub(super) fn add_vrnic_as(&self, add: &AddVrnic, hardware: Option<Hardware>, up: bool) -> Reply {
+        vrnic::check_name("vRNIC", &add.name)?;
+        let share = add.share.apply(Share::default())?;
+        let (group, ips, hardware) = self.reserve(add, hardware)?;
+        let (name, limits) = (add.name.clone(), add.limits());
+        let new = NewVrnic { name, ips, hardware, limits, share, held: add.held, allow_spoof: add.allow_spoof, up };
+        let made = self.make_vrnic(&group, new);
+        if made.is_err() {
+            self.names().vrnics.remove(&add.name);
+        }
+        made?;
+        self.set_owners();
+        self.show(&add.name, false)
+    }
+
+    /// Reserves the name and the addresses of a new vRNIC.
+    fn reserve(
+        &self,
+        add: &AddVrnic,
+        hardware: Option<Hardware>,
+    ) -> Result<(Arc<Group>, Vec<IpNet>, Hardware), String> {
+        let mut names = self.names();
+        if names.vrnics.contains_key(&add.name) {
+            return Err(format!(
+                "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
+                add.name, add.name
+            ));
+        }
+        let group = add.group.as_deref().unwrap_or(DEFAULT_GROUP);
+        let Some(group) = names.groups.get(group).cloned() else {
+            let known: Vec<&str> = names.groups.keys().map(String::as_str).collect();
+            return Err(format!(
+                "there is no group {group} (there are: {}); create it with `unirdma group add {group}`",
+                known.join(", ")
+            ));
+        };
+        let ips = names.choose_ips(add, &group.name)?;
+        let hardware = hardware.unwrap_or_else(|| Hardware::derived(&group.name, &ips));
+        let mac = hardware.mac;
+        if let Some((n, _)) = names.vrnics.iter().find(|(_, v)| v.hardware.mac == mac) {
+            return Err(format!("the virtual MAC {mac} of these addresses is that of vRNIC {n}; choose another --ip"));
+        }
+        names.vrnics.insert(add.name.clone(), VrnicEntry { group: group.name.clone(), hardware, ips: ips.clone() });
+        Ok((group, ips, hardware))
+    }
+
+    fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), String> {
+        let name = new.name.clone();
+        let mut inner = group.lock();
+        if inner.removed {
+            return Err(format!("group {} is gone", group.name));
+        }
+        let listeners = listen(&self.dir, &name).map_err(|e| format!("cannot serve vRNIC {name}: {e}"))?;
+        let added = group.call(&mut inner, &Call::Add(new.clone()), &listeners.each_ref().map(AsFd::as_fd));
+        if let Err(e) = added {
+            let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
+            return Err(e);
+        }
+        inner.members.insert(name.clone(), Member { new, listeners, attached: None, containers: BTreeMap::new() });
+        self.keep_vrnic(group, &inner, &name);
+        Ok(())
+    }
+
+    pub(super) fn remove_vrnic(&self, name: &str, force: bool) -> Reply {
+        let group = self.group_with(name)?;
+        let mut inner = group.lock();
+        let sessions = match group.call(&mut inner, &Call::Show { name: name.into(), whole: false }, &[]) {
+            Ok(Answer::Vrnic(v)) => v.sessions,
+            // Without a worker, no program uses the vRNIC.
+            _ => 0,
+        };
+        if !force && (sessions > 0 || member(&mut inner, name)?.attached.is_some()) {
+            return Err(format!(
+                "vRNIC {name} is in use ({sessions} sessions); end its container first, or add --force"
+            ));
+        }
+        inner.members.remove(name).ok_or_else(|| unknown(name))?;
+        // A worker that does not answer is killed, and the next one will not get this vRNIC.
+        let _ = group.call(&mut inner, &Call::Remove { name: name.into() }, &[]);
+        self.keep_vrnic(&group, &inner, name);
+        let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
+        drop(inner);
+        self.names().vrnics.remove(name);
+        self.set_owners();
+        Ok(Response::Done)
+    }
+
+    fn set(&self, name: &str, set: SetShare, allow_spoof: Option<bool>, held: SetHeld) -> Reply {
+        self.group_with(name)?;
+        if set == SetShare::default() && allow_spoof.is_none() && held == SetHeld::default() {
+            return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings, --max-address-space, --max-pieces or --max-filled".into());
+        }
+        let (before, mut whole, spoof) = {
+            let group = self.group_with(name)?;
+            let mut inner = group.lock();
+            let new = &member(&mut inner, name)?.new;
+            (new.share, new.held, new.allow_spoof)
+        };
+        whole.merge(&held);
+        self.set_whole(name, set.apply(before)?, allow_spoof.unwrap_or(spoof), whole)?;
+        self.show(name, false)
+    }
+
+    /// Sets a vRNIC's whole share, its permission and its limits.
+    pub(super) fn set_whole(&self, name: &str, share: Share, spoof: bool, held: SetHeld) -> Result<(), String> {
+        self.change(name, |group, inner| {
+            group.call(inner, &Call::Share { name: name.into(), share }, &[])?;
+            group.call(inner, &Call::Held { name: name.into(), held }, &[])?;
+            group.call(inner, &Call::AllowSpoof { name: name.into(), on: spoof }, &[])?;
+            let new = &mut member(inner, name)?.new;
+            (new.share, new.held, new.allow_spoof) = (share, held, spoof);
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    pub(super) fn add_address(&self, name: &str, ip: IpNet) -> Reply {
+        {
+            let mut names = self.names();
+            let group = names.vrnics.get(name).ok_or_else(|| unknown(name))?.group.clone();
+            names.check_free(&ip, &group)?;
+            check_together(names.vrnics.get(name).map_or(&[], |v| &v.ips), &ip)?;
+            names.vrnics.get_mut(name).into_iter().for_each(|v| v.ips.push(ip));
+        }
+        let changed = self.change_address(name, ip, true);
+        if changed.is_err() {
+            self.forget_address(name, ip);
+        }
+        changed?;
+        self.set_owners();
+        self.show(name, false)
+    }
+
+    pub(super) fn remove_address(&self, name: &str, ip: IpNet) -> Reply {
+        {
+            let names = self.names();
+            let v = names.vrnics.get(name).ok_or_else(|| unknown(name))?;
+            if !v.ips.iter().any(|o| vrnic::same_address(o, &ip)) {
+                return Err(format!(
+                    "vRNIC {name} does not have the address {}; `unirdma vrnic show {name}` lists its own",
+                    ip.addr
+                ));
+            }
+            if v.ips.len() == 1 {
+                return Err(format!(
+                    "{} is the only address of vRNIC {name}; add another one first, or remove the vRNIC",
+                    ip.addr
+                ));
+            }
+        }
+        self.change_address(name, ip, false)?;
+        self.forget_address(name, ip);
+        self.set_owners();
+        self.show(name, false)
+    }
+
+    fn change_address(&self, name: &str, ip: IpNet, add: bool) -> Result<(), String> {
+        self.change(name, |group, inner| {
+            group.call(inner, &Call::Address { name: name.into(), ip, add }, &[])?;
+            let ips = &mut member(inner, name)?.new.ips;
+            if add {
+                ips.push(ip);
+            } else {
+                ips.retain(|o| !vrnic::same_address(o, &ip));
+            }
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn forget_address(&self, name: &str, ip: IpNet) {
+        if let Some(v) = self.names().vrnics.get_mut(name) {
+            v.ips.retain(|o| !vrnic::same_address(o, &ip));
+        }
+    }
+
+    fn attach(&self, id: u64, name: &str, fd: Option<OwnedFd>) -> Reply {
+        self.change(name, |group, inner| {
+            if member(inner, name)?.attached.is_some() {
+                return Err(format!(
+                    "vRNIC {name} has a container already; run the command in it with `unirdma exec --vrnic {name}`, end it, or \
+                     make another vRNIC"
+                ));
+            }
+            let fd = fd.ok_or("attach needs a descriptor")?;
+            group.call(inner, &Call::Attach { name: name.into(), id }, &[fd.as_fd()])?;
+            member(inner, name)?.attached = Some((id, fd));
+            self.names().held.entry(id).or_default().insert(group.name.clone());
+            Ok(())
+        })?;
+        Ok(Response::Done)
+    }
+
+    /// Detaches the interface and the container that were attached by this connection.
+    fn detach(&self, id: u64) {
+        let groups: Vec<Arc<Group>> = {
+            let mut names = self.names();
+            let held = names.held.remove(&id).unwrap_or_default();
+            held.iter().filter_map(|g| names.groups.get(g).cloned()).collect()
+        };
+        for group in groups {
+            let mut inner = group.lock();
+            let mut changed = Vec::new();
+            for (name, m) in &mut inner.members {
+                let had = m.containers.remove(&id).is_some() | m.attached.take_if(|a| a.0 == id).is_some();
+                changed.extend(had.then(|| name.clone()));
+            }
+            let _ = group.call(&mut inner, &Call::Detach { id }, &[]);
+            changed.iter().for_each(|name| self.keep_vrnic(&group, &inner, name));
+        }
+    }
+
+    /// Lets the worker of a vRNIC, or all workers, send packets to the descriptor.
+    fn capture(&self, id: u64, vrnic: Option<String>, snap: u32, fd: Option<OwnedFd>) -> Reply {
+        let groups = match &vrnic {
+            Some(name) => vec![self.group_with(name)?],
+            None => self.groups(),
+        };
+        let fd = fd.ok_or("capture needs a descriptor")?;
+        {
+            let mut capturing = lock(&self.capturing);
+            if capturing.is_some() {
+                return Err("another capture runs already; end it first".into());
+            }
+            *capturing = Some(id);
+        }
+        for group in groups {
+            let mut inner = group.lock();
+            let call = Call::Capture { id, vrnic: vrnic.clone(), snap };
+            let (begun, to) = (group.call(&mut inner, &call, &[fd.as_fd()]), fd.try_clone());
+            match (begun, to) {
+                (Ok(_), Ok(to)) => _ = inner.captures.insert(id, Capturing { vrnic: vrnic.clone(), snap, to }),
+                (begun, to) => {
+                    drop(inner);
+                    self.stop_capture(id);
+                    return Err(begun.err().or(to.err().map(|e| e.to_string())).unwrap_or_default());
+                }
+            }
+        }
+        Ok(Response::Done)
+    }
+
+    /// Ends the capture of a connection, if it has one. Returns the number of lost packets.
+    fn stop_capture(&self, id: u64) -> Option<u64> {
+        lock(&self.capturing).take_if(|c| *c == id)?;
+        let mut lost = 0;
+        for group in self.groups() {
+            let mut inner = group.lock();
+            if inner.captures.remove(&id).is_some()
+                && let Ok(Answer::Captured { lost: here }) = group.call(&mut inner, &Call::CaptureStop { id }, &[])
+            {
+                lost += here;
+            }
+        }
+        Some(lost)
+    }
+
+    /// All vRNICs. If a worker does not answer, only the supervisor's part is filled in.
+    pub(super) fn list(&self) -> Vec<VrnicInfo> {
+        let mut all = BTreeMap::new();
+        for group in self.groups() {
+            let mut inner = group.lock();
+            let told = match group.call(&mut inner, &Call::List, &[]) {
+                Ok(Answer::Vrnics(told)) => told,
+                _ => Vec::new(),
+            };
+            let mut told: BTreeMap<String, VrnicInfo> = told.into_iter().map(|v| (v.name.clone(), v)).collect();
+            for (name, m) in &inner.members {
+                all.insert(name.clone(), self.complete(told.remove(name).unwrap_or_default(), &group, m));
+            }
+        }
+        all.into_values().collect()
+    }
+
+    pub(super) fn show(&self, name: &str, whole: bool) -> Reply {
+        let group = self.group_with(name)?;
+        let mut inner = group.lock();
+        let answer = group.call(&mut inner, &Call::Show { name: name.into(), whole }, &[])?;
+        let Answer::Vrnic(info) = answer else { return Err("the worker says something else than it was asked".into()) };
+        let m = inner.members.get(name).ok_or_else(|| unknown(name))?;
+        let mut v = self.complete(*info, &group, m);
+        if let Some(n) = self.around.network.as_ref().filter(|_| whole) {
+            v.rules = lock(n).rule_texts(&group.name);
+        }
+        Ok(Response::Vrnic(Box::new(v)))
+    }
+
+    /// Adds the supervisor's part to a worker's description of a vRNIC.
+    fn complete(&self, told: VrnicInfo, group: &Group, m: &Member) -> VrnicInfo {
+        let Hardware { mac, guid } = m.new.hardware;
+        VrnicInfo {
+            name: m.new.name.clone(),
+            group: group.name.clone(),
+            ips: m.new.ips.clone(),
+            mac: mac.to_string(),
+            guid: Guid(guid).to_string(),
+            mtu: self.around.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu(group.seal_note().any)),
+            dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
+            attached: m.attached.is_some(),
+            container: m.containers.values().rev().find_map(process_of),
+            limits: m.new.limits,
+            ..told
+        }
+    }
+
+    fn status(&self) -> StatusInfo {
+        let mut workers = Vec::new();
+        let mut all = WorkerStatus::default();
+        for group in self.groups() {
+            let mut inner = group.lock();
+            let told = match group.call(&mut inner, &Call::Status, &[]) {
+                Ok(Answer::Status(told)) => *told,
+                _ => WorkerStatus::default(),
+            };
+            workers.push(WorkerInfo {
+                group: group.name.clone(),
+                pid: inner.worker.as_ref().map(Worker::pid),
+                vrnics: inner.members.len(),
+                sessions: told.sessions,
+                restarts: inner.restarts,
+                stuck: stuck(&inner),
+                memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid())),
+                rnic_held: told.rnic_held,
+                confinement: inner.worker.as_ref().map(|w| w.in_force().clone()).unwrap_or_default(),
+                seal: told.seal.clone(),
+            });
+            all.add(&told);
+        }
+        // Each lock is released before the next one is taken.
+        let vrnics = self.names().vrnics.len();
+        let wire = self.around.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel));
+        StatusInfo {
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            dir: self.dir.display().to_string(),
+            vrnics,
+            sessions: all.sessions,
+            rnic_held: all.rnic_held,
+            workers,
+            confinement: self.in_force.clone(),
+            wire,
+            centre: self.centre.get().map(|c| c.info()),
+        }
+    }
+}
+
+impl Registry {
+    fn choose_ips(&self, add: &AddVrnic, group: &str) -> Result<Vec<IpNet>, String> {
+        if add.ips.is_empty() {
+            let mut free = (0..0xfffe).map(vrnic::auto_ip).filter(|ip| self.holder(ip, group).is_none());
+            return free.next().map(|ip| vec![ip]).ok_or("no automatic address is left; give one with --ip".into());
+        }
+        for (i, ip) in add.ips.iter().enumerate() {
+            self.check_free(ip, group)?;
+            check_together(&add.ips[..i], ip)?;
+        }
+        Ok(add.ips.clone())
+    }
+
+    /// The vRNIC of `group` that has an address.
+    fn holder(&self, ip: &IpNet, group: &str) -> Option<&str> {
+        let mut members = self.vrnics.iter().filter(|(_, v)| v.group == group);
+        members.find(|(_, v)| v.ips.iter().any(|o| vrnic::same_address(o, ip))).map(|(n, _)| n.as_str())
+    }
+
+    /// Refuses an address that a vRNIC of `group` cannot get.
+    fn check_free(&self, ip: &IpNet, group: &str) -> Result<(), String> {
+        if let Some(other) = self.holder(ip, group) {
+            return Err(format!(
+                "{} belongs to vRNIC {other} of group {group} already; choose another address or another group",
+                ip.addr
+            ));
+        }
+        match ip.addr {
+            IpAddr::V6(v6) if vrnic::is_link_local(v6) => {
+                Err(format!("{v6} is link-local; a vRNIC has one of those by itself"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn member<'a>(inner: &'a mut Inner, name: &str) -> Result<&'a mut Member, String> {
+    inner.members.get_mut(name).ok_or_else(|| unknown(name))
+}
+
+fn unknown(name: &str) -> String {
+    format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
+}
+
+/// The thread of a group's worker that is stuck at present, and for how long.
+pub(super) fn stuck(inner: &Inner) -> Option<String> {
+    inner.stuck.as_ref().filter(|s| s.1.elapsed() < STUCK_NOW).map(|s| s.0.clone())
+}
+
+/// Anonymous memory of a process, bytes. Neither the program's file, which all workers share, nor the tenants' memory
+/// files count.
+pub(super) fn memory_of(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let kib = status.lines().find_map(|l| l.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
+
+/// The PID of a pidfd's process, if it still runs. A zombie counts as running.
+fn process_of(pidfd: &OwnedFd) -> Option<i32> {
+    use std::os::fd::AsRawFd;
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let pid = info.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
+    (pid > 0).then_some(pid)
+}
+
+/// Refuses an address that a vRNIC with the addresses `have` cannot get in addition.
+fn check_together(have: &[IpNet], ip: &IpNet) -> Result<(), String> {
+    if have.iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4()) {
+        return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
+    }
+    Ok(())
+}
+
+fn check_weight(weight: u32) -> Result<(), String> {
+    let known = (1..=MAX_GROUP_WEIGHT).contains(&weight);
+    if known { Ok(()) } else { Err(format!("the weight {weight} is not 1 to {MAX_GROUP_WEIGHT}")) }
+}

@@ -1,0 +1,481 @@
+//! The supervisor. It starts a worker for each group, restarts workers that die, makes the directories and sockets of
+//! vRNICs, and answers administrators. It executes nothing for a tenant. A worker that misbehaves or hangs does not
+//! prevent it from serving others.
+//!
+//! Its main thread waits for events. Each administration connection has a thread, and so has all work that may wait for
+//! a worker.
+//!
+//! Order of locks: first a group's lock (`Group::lock`), which is held while its worker answers. Then either the
+//! keeper's lock (`Supervisor::keeper`) or the network's lock (`SupervisorShared::network`), never both. Last the lock
+//! of the names ([`Supervisor::names`]), which is held only for moments. No thread holds the locks of two groups.
+
+mod admin_requests;
+mod centre_orders;
+mod group;
+mod secrets;
+pub(crate) mod stats;
+mod takeover;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::mem::MaybeUninit;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use unirdma_confine::{self as confine, Cgroups, InForce, USUAL_GROUP_WEIGHT};
+use unirdma_device::lock;
+use unirdma_formats::Mac;
+use unirdma_ipc::config::EngineConfig;
+use unirdma_ipc::fdpass;
+use unirdma_ipc::message::{Begin, Call, Event, MAX_NOTICE};
+use unirdma_ipc::vrnic::{Hardware, IpNet};
+use unirdma_rnic::Share;
+
+use crate::admin::{self, Response};
+use crate::centre::{self, Centre, Identity, Neighbours};
+use crate::fdstore::Keeper;
+use crate::network::{Network, PeerUpdate};
+use crate::peer_source::CentrePeers;
+use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
+use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
+use takeover::Heritage;
+
+/// Tokens in the epoll set. A group's tokens have its number in their lower half.
+const STOP: u64 = 0;
+const ADMIN: u64 = 1;
+const KEEPER: u64 = 2;
+const NETWORK: u64 = 3;
+const DEATH: u64 = 1 << 32;
+const NOTICE: u64 = 2 << 32;
+/// The end of a container's first process, if the container's administration connection was one of an earlier
+/// supervisor.
+const CONTAINER: u64 = 3 << 32;
+
+/// Number of notices of a worker that are handled at a time, and the pause before the next ones.
+const NOTICES: u32 = 16;
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// State of all groups: names, numbers and addresses.
+struct Registry {
+    groups: BTreeMap<String, Arc<Group>>,
+    /// Names of groups that are being made or removed.
+    busy: BTreeSet<String>,
+    next_group: u32,
+    vrnics: BTreeMap<String, VrnicEntry>,
+    /// For each administration connection, the groups of which it holds an interface or a container.
+    held: BTreeMap<u64, BTreeSet<String>>,
+}
+
+/// A vRNIC in the state of all groups.
+struct VrnicEntry {
+    group: String,
+    hardware: Hardware,
+    ips: Vec<IpNet>,
+}
+
+pub(crate) struct Supervisor {
+    dir: PathBuf,
+    engine: EngineConfig,
+    around: Arc<SupervisorShared>,
+    /// The supervisor's confinement.
+    in_force: InForce,
+    /// The control centre's changes of peers, for the network.
+    bulletin: CentrePeers,
+    neighbours: Mutex<Neighbours>,
+    /// `None`: this host belongs to no fleet.
+    centre: OnceLock<Arc<Centre>>,
+    /// The centre's rules and secrets.
+    ordered: Mutex<centre_orders::CentreState>,
+    /// Weights of the centre's groups, including groups that have no worker yet.
+    weights: Mutex<BTreeMap<String, u32>>,
+    /// vRNICs that an administrator removes although programs use them.
+    forced_removals: Mutex<BTreeSet<String>>,
+    /// vRNICs requested from the centre without success. The centre may have made one, and died before it answered.
+    pending_grants: Mutex<BTreeMap<String, unirdma_fleet::v1::Vrnic>>,
+    names: Mutex<Registry>,
+    /// `None` if workers are threads, and while there is no keeper.
+    keeper: Mutex<Option<Keeper>>,
+    epoll: OwnedFd,
+    /// Number of the next administration connection.
+    next_connection: AtomicU64,
+    /// The administration connection that captures.
+    capturing: Mutex<Option<u64>>,
+    stopping: AtomicBool,
+}
+
+impl Supervisor {
+    /// Takes over the workers that serve a directory, or empties it and begins anew.
+    ///
+    /// # Errors
+    /// One line: the directory, or a worker that cannot be taken over.
+    pub fn open(config: &HostConfig) -> io::Result<Arc<Supervisor>> {
+        let heritage = match config.isolation {
+            Isolation::Threads(_) => None,
+            Isolation::Processes => Heritage::find(&config.dir)?,
+        };
+        let (confinement, in_force) = match config.isolation {
+            Isolation::Threads(_) => (None, InForce::default()),
+            Isolation::Processes => {
+                let plan = confine::Plan::make(&confine::Options { user: config.user.clone() })?;
+                let wire = config.wire.as_ref();
+                // Each of the following steps needs only these privileges.
+                let needs = confine::Needs {
+                    workers: plan.user.is_ok(),
+                    network: wire.is_some(),
+                    packets: wire.is_some_and(|w| w.full_icrc),
+                };
+                (Some(plan), confine::confine_supervisor(needs))
+            }
+        };
+        let bulletin = CentrePeers::default();
+        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
+        let around = SupervisorShared {
+            isolation: config.isolation,
+            confinement,
+            network: network.map(Mutex::new),
+            cgroups: match config.isolation {
+                Isolation::Threads(_) => Err("workers are threads".into()),
+                Isolation::Processes => Cgroups::open(&config.dir, !config.engine.shares_cores()),
+            },
+            doors: config.dir.join("workers"),
+        };
+        let s = Supervisor {
+            around: Arc::new(around),
+            in_force,
+            bulletin,
+            neighbours: Mutex::new(Neighbours::new(config.wire.as_ref().map_or(&[], |w| &w.addresses))),
+            centre: OnceLock::new(),
+            ordered: Mutex::default(),
+            weights: Mutex::default(),
+            forced_removals: Mutex::default(),
+            pending_grants: Mutex::default(),
+            dir: config.dir.clone(),
+            engine: config.engine.clone(),
+            names: Mutex::new(Registry {
+                groups: BTreeMap::new(),
+                busy: BTreeSet::new(),
+                next_group: 1,
+                vrnics: BTreeMap::new(),
+                held: BTreeMap::new(),
+            }),
+            keeper: Mutex::default(),
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            next_connection: AtomicU64::new(1),
+            capturing: Mutex::default(),
+            stopping: AtomicBool::new(false),
+        };
+        let s = Arc::new(s);
+        let begun = s.begin(heritage);
+        if begun.is_err() {
+            s.end();
+        }
+        begun.map(|()| s)
+    }
+
+    /// Starts the keeper and the default group, or takes over what an earlier supervisor has left.
+    fn begin(self: &Arc<Self>, heritage: Option<Heritage>) -> io::Result<()> {
+        for d in [self.around.doors.clone(), self.dir.join("vrnics")] {
+            let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&d);
+            make.map_err(crate::context("cannot create", &d))?;
+            std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
+        }
+        if matches!(self.around.isolation, Isolation::Processes) {
+            match heritage {
+                Some(h) => self.inherit(h),
+                None => *lock(&self.keeper) = Some(Keeper::start(&self.dir)?),
+            }
+            self.watch_keeper();
+        }
+        self.remove_unserved()?;
+        if !self.names().groups.contains_key(DEFAULT_GROUP) {
+            self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT).map_err(io::Error::other)?;
+        }
+        Ok(())
+    }
+
+    /// Puts in force the control centre's updates on disk, and starts to talk to the centre.
+    ///
+    /// # Errors
+    /// One line: the updates cannot be read.
+    pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
+        let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
+        lock(&self.neighbours).set_me(&identity.name);
+        let centre = centre::start(identity, addresses.iter().map(ToString::to_string).collect(), self)?;
+        let _ = self.centre.set(centre);
+        Ok(())
+    }
+
+    fn names(&self) -> MutexGuard<'_, Registry> {
+        lock(&self.names)
+    }
+
+    // --- groups ---
+
+    fn groups(&self) -> Vec<Arc<Group>> {
+        self.names().groups.values().cloned().collect()
+    }
+
+    /// Makes a group and starts its worker.
+    fn add_group(self: &Arc<Self>, name: &str, id: u32, weight: u32) -> Result<(), String> {
+        let begin = Begin {
+            group: name.into(),
+            id,
+            engine: self.engine.clone(),
+            network: None,
+            confinement: self.around.confinement.clone(),
+        };
+        let group = Group::new(begin, weight, self.around.clone());
+        let group = Arc::new(group.map_err(|e| e.to_string())?);
+        let mut inner = group.lock();
+        let enrolled = self.around.network.as_ref().map(|n| lock(n).enroll(name, id)).transpose();
+        if let Err(e) = enrolled.and_then(|_| group.start(&mut inner)) {
+            drop(inner);
+            self.end_group(&group);
+            return Err(e.to_string());
+        }
+        self.keep_group(&group, &inner);
+        self.keep_sockets(name);
+        // The group is registered before its worker is watched, because a death is reported only once.
+        self.names().groups.insert(name.into(), group.clone());
+        self.watch_worker(&group, &inner);
+        Ok(())
+    }
+
+    /// Ends a group and its worker.
+    fn end_group(&self, group: &Group) {
+        group.end();
+        if let Some(n) = &self.around.network {
+            lock(n).dismiss(&group.name);
+        }
+    }
+
+    /// Sends workers their missing knowledge about peers.
+    fn tell_workers(&self) {
+        let Some(n) = &self.around.network else { return };
+        for group in self.groups().into_iter().filter(|g| lock(n).has_update(&g.name)) {
+            let mut inner = group.lock();
+            let call = match lock(n).next_update(&group.name) {
+                Some(PeerUpdate::Plan(plan)) => Call::Plan(plan),
+                Some(PeerUpdate::Changes(changes)) => Call::Changes(changes),
+                None => continue,
+            };
+            // A worker that does not accept it is ended. The next one gets everything.
+            let _ = group.call(&mut inner, &call, &[]);
+        }
+    }
+
+    /// Assigns packets for QPN 1 of this host's addresses, which plain devices send, to the group that has a vRNIC with
+    /// the address.
+    fn set_owners(&self) {
+        let Some(n) = &self.around.network else { return };
+        let mut n = lock(n);
+        for address in n.addresses().to_vec() {
+            let owner = {
+                let names = self.names();
+                let owner = names.vrnics.values().find(|v| v.ips.iter().any(|ip| ip.addr == address));
+                owner.map(|v| v.group.clone())
+            };
+            n.set_owner(address, owner.as_deref());
+        }
+    }
+
+    fn watch(&self, fd: BorrowedFd<'_>, token: u64) {
+        if let Err(e) = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN) {
+            tracing::error!(error = %e, "cannot be watched");
+        }
+    }
+
+    /// As [`Supervisor::watch`], for descriptors that stay readable: the event is reported once.
+    fn watch_once(&self, fd: BorrowedFd<'_>, token: u64) {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+        if let Err(e) = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags) {
+            tracing::error!(error = %e, "cannot be watched");
+        }
+    }
+
+    fn watch_worker(&self, group: &Group, inner: &Inner) {
+        let Some(worker) = &inner.worker else { return };
+        if let Some(fd) = worker.pidfd() {
+            self.watch_once(fd, DEATH + u64::from(group.id));
+        }
+        // Reported again only after the thread that reads the notices has finished.
+        self.watch_once(worker.notices(), NOTICE + u64::from(group.id));
+    }
+
+    /// Restarts a group's worker.
+    fn revive(self: &Arc<Self>, group: Arc<Group>) {
+        self.apart("revive", move |s| {
+            group.revive(|inner| {
+                s.keep_group(&group, inner);
+                s.watch_worker(&group, inner);
+            });
+        });
+    }
+
+    /// Serves until `stop` becomes readable.
+    ///
+    /// # Errors
+    /// Errors of epoll.
+    pub fn run(self: &Arc<Self>, stop: BorrowedFd<'_>, admin: &UnixListener) -> io::Result<()> {
+        self.watch(stop, STOP);
+        self.watch(admin.as_fd(), ADMIN);
+        if let Some(n) = &self.around.network {
+            self.watch(lock(n).descriptor(), NETWORK);
+        }
+        let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        loop {
+            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, None) {
+                Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(e) => return Err(e.into()),
+            };
+            for t in tokens {
+                let number = t as u32;
+                match t >> 32 << 32 {
+                    DEATH => self.on_death(number),
+                    NOTICE => self.on_notice(number),
+                    CONTAINER => self.on_container_end(u64::from(number)),
+                    _ if t == ADMIN => self.on_admin(admin),
+                    _ if t == NETWORK => self.on_network(),
+                    _ if t == KEEPER => self.apart("keeper", |s| s.replace_keeper()),
+                    _ => return Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Ends all workers.
+    pub fn end(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        if let Some(c) = self.centre.get() {
+            c.stop();
+        }
+        // First without the groups' locks, which threads that wait for workers may hold.
+        self.groups().iter().for_each(|g| g.kill());
+        self.groups().iter().for_each(|g| g.end());
+        if let Some(n) = &self.around.network {
+            // Connected administrators keep the network's object alive, so the firewall's rules must be removed
+            // explicitly.
+            lock(n).end();
+        }
+        if let Some(k) = lock(&self.keeper).take() {
+            k.end();
+        }
+        if let Ok(c) = &self.around.cgroups {
+            c.remove();
+        }
+    }
+
+    fn group_of(&self, id: u32) -> Option<Arc<Group>> {
+        self.names().groups.values().find(|g| g.id == id).cloned()
+    }
+
+    /// Runs `f` on a separate thread, where it may wait.
+    fn apart(self: &Arc<Self>, what: &str, f: impl FnOnce(&Arc<Supervisor>) + Send + 'static) {
+        let me = self.clone();
+        if let Err(e) = std::thread::Builder::new().name(what.into()).spawn(move || f(&me)) {
+            tracing::error!(error = %e, "no thread to {what}");
+        }
+    }
+
+    fn on_death(self: &Arc<Self>, id: u32) {
+        if let Some(group) = self.group_of(id) {
+            self.revive(group);
+        }
+    }
+
+    fn on_notice(self: &Arc<Self>, id: u32) {
+        let Some(group) = self.group_of(id) else { return };
+        self.apart("notices", move |s| {
+            let mut buffer = vec![0; MAX_NOTICE];
+            for _ in 0..NOTICES {
+                let mut inner = group.lock();
+                let Some(notice) = inner.worker.as_ref().and_then(|w| w.notice(&mut buffer)) else { break };
+                s.handle_event(&group, &mut inner, notice);
+            }
+            // The pause limits the rate of a worker that sends notices endlessly.
+            std::thread::sleep(PAUSE);
+            let inner = group.lock();
+            if let Some(w) = inner.worker.as_ref().filter(|w| w.listens()) {
+                let (data, flags) = (epoll::EventData::new_u64(NOTICE + u64::from(id)), epoll::EventFlags::IN);
+                let _ = epoll::modify(&s.epoll, w.notices(), data, flags | epoll::EventFlags::ONESHOT);
+            }
+        });
+    }
+
+    /// Handles a worker's notice.
+    fn handle_event(&self, group: &Group, inner: &mut Inner, notice: Event) {
+        match notice {
+            Event::Groups(wanted) => {
+                let Some(n) = &self.around.network else { return };
+                let (groups, sockets): (Vec<IpAddr>, Vec<OwnedFd>) =
+                    lock(n).join(&group.name, &wanted).into_iter().unzip();
+                for (groups, sockets) in groups.chunks(fdpass::MOST).zip(sockets.chunks(fdpass::MOST)) {
+                    let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
+                    let _ = group.call(inner, &Call::Hear { groups: groups.to_vec() }, &sockets);
+                }
+            }
+            Event::Stuck { thread, seconds } => {
+                // Replaces the worker's former notice.
+                inner.stuck = Some((format!("{thread} for {seconds} s"), Instant::now()));
+            }
+            Event::Qpns => {
+                let more = self.around.network.as_ref().and_then(|n| lock(n).more_qpns(&group.name));
+                if let Some(all) = more {
+                    self.keep_sockets(&group.name);
+                    let _ = group.call(inner, &Call::Qpns(all), &[]);
+                }
+            }
+        }
+    }
+
+    fn on_network(self: &Arc<Self>) {
+        if self.around.network.as_ref().is_some_and(|n| lock(n).on_event()) {
+            self.apart("updates", |s| s.tell_workers());
+        }
+    }
+
+    /// The first process of a container of an earlier supervisor's connection has ended. Releases everything that this
+    /// connection held.
+    fn on_container_end(self: &Arc<Self>, id: u64) {
+        self.apart("detach", move |s| s.closed(id));
+    }
+
+    fn on_admin(self: &Arc<Self>, admin: &UnixListener) {
+        let Ok((stream, _)) = admin.accept() else { return };
+        let id = self.next_connection.fetch_add(1, Ordering::Relaxed);
+        self.apart("admin", move |s| {
+            admin::serve(stream, |request, fd| {
+                let answer = s.answer(id, request, fd).unwrap_or_else(Response::Error);
+                (!s.stopping.load(Ordering::SeqCst)).then_some(answer)
+            });
+            s.closed(id);
+        });
+    }
+}
+
+/// Makes the directory of a vRNIC and its sockets, in the order of [`Call::Add`].
+fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 3]> {
+    let dir = vrnic_dir(base, name);
+    std::fs::create_dir(&dir)?;
+    let open = || {
+        std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755))?;
+        let listen = |socket: &str| -> io::Result<UnixListener> {
+            let path = dir.join(socket);
+            let listener = UnixListener::bind(&path)?;
+            listener.set_nonblocking(true)?;
+            // The directory is mounted into one container only. Every process that sees it may connect.
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
+            Ok(listener)
+        };
+        Ok([listen(crate::VHOST_SOCKET)?, listen(crate::NET_SOCKET)?, listen(crate::RFC_SOCKET)?])
+    };
+    open().inspect_err(|_| _ = std::fs::remove_dir_all(&dir))
+}
