@@ -33,7 +33,6 @@ const HARMLESS_CIRCLES: &[(&str, &str)] = &[
     ("crates/driver/src/", "the control queue is a part of the context; memory management needs both"),
     ("crates/fleet/src/", "the state, and what is implemented for it in files of its own"),
     // To be removed.
-    ("crates/worker/src/", "the engine has the state of captures and of the watcher, which know it"),
     ("xtask/src/", "the suite runs the tests of memory, which are written with it"),
 ];
 

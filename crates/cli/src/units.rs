@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-const MAX_BURST_S: u64 = unirdma_host::MAX_BURST_US / 1_000_000;
+const MAX_BURST_S: u64 = unirdma_ipc::vrnic::MAX_BURST_US / 1_000_000;
 
 /// Why a text is no number or time. Each text says what to write.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

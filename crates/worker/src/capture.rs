@@ -3,15 +3,13 @@
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::net::SendFlags;
 use unirdma_confine::{self as confine, Kind};
-use unirdma_device::lock;
+use unirdma_device::{SharedRnic, lock, now_ns};
 use unirdma_rnic::{Capture, Captured, VrnicId};
-
-use crate::engine::Engine;
 
 /// Shortest interval at which captured packets are taken.
 const LOOK: Duration = Duration::from_millis(1);
@@ -23,8 +21,14 @@ const MOST_LOOKS: u32 = 8;
 /// Nice value of the thread: programs and pollers on its core get most of the time.
 const NICE: i32 = 10;
 
+/// The capture of a worker, if one runs.
+pub(crate) struct CaptureDelivery {
+    rnic: Arc<SharedRnic>,
+    sink: Mutex<Option<Sink>>,
+}
+
 /// Destination of captured packets.
-pub(crate) struct Sink {
+struct Sink {
     /// The administration connection that has requested the capture.
     id: u64,
     to: OwnedFd,
@@ -42,12 +46,17 @@ impl Sink {
     }
 }
 
-impl Engine {
+impl CaptureDelivery {
+    /// Delivers what this RNIC captures. No capture runs yet.
+    pub fn new(rnic: Arc<SharedRnic>) -> Arc<Self> {
+        Arc::new(CaptureDelivery { rnic, sink: Mutex::default() })
+    }
+
     /// Starts a capture, whose packets are sent to `to`, for administration connection `id`.
     ///
     /// # Errors
     /// Another capture runs, or no thread can be started.
-    pub fn start_capture(
+    pub fn start(
         self: &Arc<Self>,
         id: u64,
         to: OwnedFd,
@@ -55,26 +64,26 @@ impl Engine {
         snap: u32,
         hosts: Vec<IpAddr>,
     ) -> Result<(), String> {
-        let mut sink = lock(&self.capture);
+        let mut sink = lock(&self.sink);
         if sink.is_some() {
             return Err("another capture runs already; end it first".into());
         }
-        let e = self.clone();
+        let me = self.clone();
         let thread = std::thread::Builder::new().name("capture".into()).spawn(move || {
             confine::thread(Kind::Capture);
-            e.hand_over_all(id);
+            me.hand_over_all(id);
         });
         thread.map_err(|e| format!("cannot start a thread: {e}"))?;
         *sink = Some(Sink { id, to, lost: 0 });
         let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let epoch_ns = (since_1970.as_nanos() as u64).saturating_sub(self.now());
+        let epoch_ns = (since_1970.as_nanos() as u64).saturating_sub(now_ns());
         self.rnic.lock().start_capture(Capture { vrnic, snap, epoch_ns, hosts });
         Ok(())
     }
 
     /// Ends the capture of administration connection `id`, if it has one; returns the number of lost packets.
-    pub fn stop_capture(&self, id: u64) -> Option<u64> {
-        let mut ended = lock(&self.capture).take_if(|s| s.id == id)?;
+    pub fn stop(&self, id: u64) -> Option<u64> {
+        let mut ended = lock(&self.sink).take_if(|s| s.id == id)?;
         let mut rest = Captured::default();
         let lost = {
             let mut r = self.rnic.lock();
@@ -86,18 +95,18 @@ impl Engine {
     }
 
     /// Ends the capture of any connection.
-    pub fn end_capture(&self) {
-        let id = lock(&self.capture).as_ref().map(|s| s.id);
-        id.and_then(|id| self.stop_capture(id));
+    pub fn end(&self) {
+        let id = lock(&self.sink).as_ref().map(|s| s.id);
+        id.and_then(|id| self.stop(id));
     }
 
     /// Takes captured packets from the RNIC repeatedly, until the capture of connection `id` ends.
     fn hand_over_all(&self, id: u64) {
         let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICE);
         let (mut captured, mut looks) = (Captured::default(), 0);
-        while !self.is_stopping() {
+        loop {
             let began = Instant::now();
-            match lock(&self.capture).as_mut().filter(|s| s.id == id) {
+            match lock(&self.sink).as_mut().filter(|s| s.id == id) {
                 Some(sink) => {
                     looks += 1;
                     let free = if looks < MOST_LOOKS { self.rnic.try_lock() } else { Some(self.rnic.spin_lock()) };
@@ -119,26 +128,26 @@ impl Engine {
 mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-    use unirdma_ipc::config::EngineConfig;
+    use unirdma_rnic::{Rnic, Seed};
 
     #[test]
     fn a_capture_has_a_thread_until_it_ends() {
-        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
-        let before = Arc::strong_count(&engine);
+        let rnic = Arc::new(SharedRnic::new(Rnic::new(Seed::from(7), 1)));
+        let capture = CaptureDelivery::new(rnic);
+        let before = Arc::strong_count(&capture);
         let start = |id| {
             let (_, to) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-            engine.start_capture(id, to, None, 64, Vec::new())
+            capture.start(id, to, None, 64, Vec::new())
         };
         for _ in 0..2 {
             start(7).unwrap();
             assert!(start(8).is_err(), "one captures at a time");
-            assert_eq!(engine.stop_capture(8), None, "only who captures may end it");
-            assert!(Arc::strong_count(&engine) > before);
-            assert_eq!(engine.stop_capture(7), Some(0));
+            assert_eq!(capture.stop(8), None, "only who captures may end it");
+            assert!(Arc::strong_count(&capture) > before);
+            assert_eq!(capture.stop(7), Some(0));
         }
-        while Arc::strong_count(&engine) > before {
+        while Arc::strong_count(&capture) > before {
             std::thread::sleep(LOOK);
         }
-        engine.stop();
     }
 }

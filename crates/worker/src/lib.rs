@@ -8,6 +8,7 @@
 
 mod anti_spoof;
 mod background;
+mod cache_padded;
 mod capture;
 mod control;
 mod encryption;
@@ -21,6 +22,8 @@ mod tunnel;
 mod worker_net;
 
 pub use control::{Alone, work};
+
+// For tests of the supervisor's network: what a worker makes of the sockets that it gets.
 pub use encryption::kind;
 pub use port::Port;
 pub use tunnel::{Tunnel, Tunneled};

@@ -181,7 +181,7 @@ impl Switch {
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         loop {
-            self.engine.liveness.switch.rest();
+            self.engine.liveness().switch.rest();
             let limit = (!more.is_empty()).then_some(&now);
             let mut ready: Vec<u64> = match epoll::wait(&*self.epoll, &mut events, limit) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
@@ -189,7 +189,7 @@ impl Switch {
             };
             more.retain(|id| !ready.contains(id));
             ready.append(&mut more);
-            self.engine.liveness.switch.begin();
+            self.engine.liveness().switch.begin();
             for id in ready {
                 if id == STOP {
                     return;

@@ -65,7 +65,7 @@ impl Worker {
 
     /// Serves the sessions whose command was held back until jobs had ended, and those that pollers have handed over.
     pub(super) fn on_released(&mut self) {
-        for released in self.engine.released() {
+        for released in self.engine.delivery().released() {
             let session = self.sessions.iter().find(|(_, s)| s.conn.device.session() == released).map(|(&id, _)| id);
             if let Some(id) = session {
                 self.serve(id);

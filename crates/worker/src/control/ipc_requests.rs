@@ -19,7 +19,7 @@ impl Worker {
         self.above = Some(SupervisorLink { line, token });
         *lock(&self.notices.0) = notices;
         // Repeats notices that the supervisor before may not have received. Its captures end.
-        self.engine.end_capture();
+        self.capture.end();
         self.notices.send(&Event::Groups(self.wanted.clone()));
         self.asked_for_qpns = false;
         self.ask_for_qpns();
@@ -119,10 +119,10 @@ impl Worker {
                 let vrnic = vrnic.map(|name| self.vrnic(&name).map(|v| v.id)).transpose()?;
                 let fd = fds.next().ok_or("a capture needs a descriptor")?;
                 let hosts = self.network.as_ref().map_or_else(Vec::new, |e| e.addresses.clone());
-                self.engine.start_capture(id, fd, vrnic, snap, hosts).map(|()| Answer::Done)
+                self.capture.start(id, fd, vrnic, snap, hosts).map(|()| Answer::Done)
             }
             Call::CaptureStop { id } => {
-                Ok(Answer::Captured { lost: self.engine.stop_capture(id).ok_or("no such capture runs")? })
+                Ok(Answer::Captured { lost: self.capture.stop(id).ok_or("no such capture runs")? })
             }
             Call::Status => Ok(Answer::Status(Box::new(self.status()))),
             Call::Figures { most } => Ok(Answer::Figures(Box::new(self.figures(most)))),
@@ -355,7 +355,7 @@ impl Worker {
         WorkerStatus {
             sessions: self.sessions.len(),
             rnic_held: self.engine.rnic.held(),
-            port: self.engine.port_counters().unwrap_or_default(),
+            port: self.engine.port().map(PortIo::counters).unwrap_or_default(),
             drops: self.engine.rnic.lock().wire_drops(),
             tunnel: self.switch.tunnel_drops(),
             seal: self.switch.seal_info(),

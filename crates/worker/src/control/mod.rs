@@ -33,8 +33,8 @@ use unirdma_link::{Backend, BlockingFd, Closer, Handler, Ledger, Memory, Progres
 use unirdma_rnic::{Account, Limits, VrnicConfig, VrnicId};
 
 use crate::anti_spoof::Guard;
-use crate::engine::{Engine, timespec};
-use crate::liveness;
+use crate::capture::CaptureDelivery;
+use crate::engine::{self, Engine, PortIo, timespec};
 use crate::switch::Switch;
 use crate::worker_net::open_worker;
 use control_budget::ControlBudget;
@@ -266,6 +266,7 @@ struct Worker {
     /// The network to other hosts, if there is one.
     network: Option<Enrolment>,
     engine: Arc<Engine>,
+    capture: Arc<CaptureDelivery>,
     switch: Switch,
     /// A number that differs between processes that have served the group.
     origin: u32,
@@ -360,7 +361,7 @@ impl Worker {
         door.set_nonblocking(true)?;
         let notices: Arc<Notices> = Arc::default();
         let (of_watcher, group) = (notices.clone(), begin.group.clone());
-        liveness::watch(&engine, move |thread, seconds| {
+        engine::watch(engine.pollers(), move |thread, seconds| {
             tracing::error!(group, seconds, "the {thread} is stuck");
             of_watcher.send(&Event::Stuck { thread: thread.into(), seconds });
         })?;
@@ -368,6 +369,7 @@ impl Worker {
             group: begin.group,
             group_id: begin.id,
             network: begin.network,
+            capture: CaptureDelivery::new(engine.rnic.clone()),
             engine,
             switch,
             origin: getrandom::u32().unwrap_or_default(),
@@ -406,7 +408,7 @@ impl Worker {
     fn run(mut self, line: Connection, notices: Option<OwnedFd>, alone: Alone) -> io::Result<()> {
         let wake = self.wake.clone();
         self.watch(wake.as_fd(), Source::Wake, true)?;
-        self.engine.set_on_release(Box::new(move || {
+        self.engine.delivery().set_notify(Box::new(move || {
             let _ = rustix::io::write(&*wake, &1u64.to_ne_bytes());
         }));
         if let Some(events) = unirdma_mem::guard::events() {
@@ -420,14 +422,14 @@ impl Worker {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         while !self.ended {
             let limit = self.wait_limit();
-            self.engine.liveness.guard(!self.sessions.is_empty());
-            self.engine.liveness.control.rest();
+            self.engine.liveness().guard(!self.sessions.is_empty());
+            self.engine.liveness().control.rest();
             let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
             };
-            self.engine.liveness.control.begin();
+            self.engine.liveness().control.begin();
             for t in tokens {
                 if let Some((id, index)) = channels::of_token(t) {
                     self.on_room(id, index);
@@ -438,7 +440,7 @@ impl Worker {
                     Some(Source::Supervisor) => self.on_supervisor(alone),
                     Some(Source::Wake) => {
                         self.on_released();
-                        if let Some(wanted) = self.engine.wanted_groups() {
+                        if let Some(wanted) = self.engine.port().and_then(PortIo::wanted_groups) {
                             self.notices.send(&Event::Groups(wanted.clone()));
                             self.wanted = wanted;
                         }
@@ -462,6 +464,7 @@ impl Worker {
             self.end_refused();
             self.resume();
         }
+        self.capture.end();
         self.engine.stop();
         self.switch.stop();
         Ok(())

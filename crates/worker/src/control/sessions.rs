@@ -76,7 +76,7 @@ impl Worker {
         if let Some(v) = self.vrnics.get_mut(name) {
             v.sessions += 1;
         }
-        self.engine.add_session(device.session(), device.events());
+        self.engine.delivery().add_session(device.session(), device.events());
         let backend = Backend::new(sock, abi::NUM_QUEUES as usize, ledger.clone());
         let epoll = self.epoll.clone();
         let conn = Conn { id, device, kicks: HashMap::new(), changed: HashMap::new(), epoll, ledger };
@@ -181,8 +181,8 @@ impl Worker {
         let result = s.backend.on_readable(&mut s.conn, BURST);
         let after = s.conn.device.session();
         if before != after {
-            self.engine.remove_session(before);
-            self.engine.add_session(after, s.conn.device.events());
+            self.engine.delivery().remove_session(before);
+            self.engine.delivery().add_session(after, s.conn.device.events());
         }
         let (changed, half) = (std::mem::take(&mut s.conn.changed), s.backend.is_half());
         let rfc = s.conn.device.is_rfc();
@@ -218,7 +218,7 @@ impl Worker {
         }
         let Some(fd) = fd else { return };
         let token = match wakes {
-            Some(channel) => self.engine.watch(device_session, channel, fd.clone()).map(|()| OF_POLLERS),
+            Some(channel) => self.engine.pollers().watch(device_session, channel, fd.clone()).map(|()| OF_POLLERS),
             None => self.watch(fd.as_fd(), Source::Kick(id, vring), true),
         };
         match (token, self.sessions.get_mut(&id)) {
@@ -246,7 +246,7 @@ impl Worker {
     /// file.
     fn unwatch_kick(&mut self, session: SessionId, vring: usize, kick: &Kick) {
         if kick.token == OF_POLLERS {
-            self.engine.unwatch(session, channels::wake_channel(vring).unwrap_or_default(), &kick.fd);
+            self.engine.pollers().unwatch(session, channels::wake_channel(vring).unwrap_or_default(), &kick.fd);
         } else {
             let _ = epoll::delete(&self.epoll, kick.fd.as_fd());
             self.sources.remove(&kick.token);
@@ -298,7 +298,7 @@ impl Worker {
             self.unwatch_kick(s.conn.device.session(), vring, kick);
         }
         let _ = epoll::delete(&self.epoll, s.backend.socket());
-        self.engine.remove_session(s.conn.device.session());
+        self.engine.delivery().remove_session(s.conn.device.session());
         if let Some(v) = self.vrnics.get_mut(&s.vrnic) {
             v.sessions -= 1;
             v.full = false;

@@ -15,32 +15,21 @@
 //! ([`unirdma_rnic::Core::doze`]), and the first one that wakes undoes that.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use unirdma_confine::{self as confine, Kind, scheduling};
-use unirdma_mem::Slot;
+use unirdma_ipc::config::cores;
 use unirdma_rnic::Bells;
 
-use super::Engine;
 use super::poller::{Round, Watch};
-use super::sleepers::{CALL, Sleeper};
+use super::pollers::{ANSWER_NS, Pollers};
+use super::sleepers::{CALL, NAP_NS, Sleeper};
 
 /// Rounds between two checks for kicks of sleeping sessions: rounds with work, and rounds without work, which are
 /// shorter. Twins check the clock every `LISTEN_SPINS` looks.
 const LISTEN_ROUNDS: u32 = 64;
 const LISTEN_SPINS: u32 = 256;
-/// Time in which a program answers, ns. After a wake-up by its twin, and after its last work, a poller keeps looking
-/// for this time: its core was idle, and 8-byte WRITEs one by one take 0.9 us instead of 7 us. A dedicated poller polls
-/// the port for at least this time after a packet.
-pub(super) const ANSWER_NS: u64 = 20_000;
-/// Longest sleep of the last poller, ns, while a driver counts on that (`abi::NAPS`), or so that programs post
-/// receives.
-pub(super) const NAP_NS: u64 = 100_000;
-/// Time for which a poller ignores the kicks of a vRNIC whose kicks are mostly spurious, ns. To stop and to start
-/// listening costs 2 us for each session of that vRNIC. Beside 64 sessions with spurious kicks, another tenant's 64 KiB
-/// WRITEs reached 200 MiB/s when the poller listened to all of them, and 17,000 MiB/s now.
-pub(super) const DEAF_NS: u64 = 10_000_000;
 /// Time for which twins look after the last work, ns.
 const TWIN_NS: u64 = 500_000;
 /// Longest time for which a poller on a shared core works before it sleeps for as long, so that other threads get the
@@ -89,38 +78,25 @@ pub(super) struct Past {
     crowded_until_ns: u64,
 }
 
-/// The thread that looks at doorbells while a core would be idle.
-#[derive(Default)]
-pub(super) struct Twin {
-    asleep: AtomicBool,
-    /// The twin has woken its poller.
-    called: AtomicBool,
-    /// The doorbells that the twin has to look at next, and the ones that it has finished with. The poller frees the
-    /// latter: a twin may lose its core for seconds at any point, so it takes no lock, and neither allocates nor frees
-    /// memory.
-    next: Slot<Bells>,
-    last: Slot<Bells>,
-    thread: OnceLock<std::thread::Thread>,
-}
-
-impl Engine {
+impl Pollers {
     /// The main loop of a poller.
     pub(super) fn poll(&self, watch: &mut Watch) {
+        let mut past = Past::default();
         let sleeper = self.sleepers.of(watch.seat);
         sleeper.set_asleep(false);
         while self.goes_on(watch) {
             let round = self.round(watch);
             let found = round.as_ref().is_some_and(|r| r.found);
             let then = match &round {
-                Some(r) if found => self.after_work(&mut watch.past, r, watch.job.is_some()),
-                _ => self.after_nothing(watch, round.as_ref()),
+                Some(r) if found => self.after_work(&mut past, r, watch.job.is_some()),
+                _ => self.after_nothing(watch.seat, &mut past, round.as_ref()),
             };
             if then != Then::Looks {
-                self.sleep(watch, then);
+                self.sleep(watch, &mut past, then);
                 continue;
             }
-            watch.past.rounds = watch.past.rounds.wrapping_add(1);
-            if watch.past.rounds % if found { LISTEN_ROUNDS } else { LISTEN_SPINS } == 0 {
+            past.rounds = past.rounds.wrapping_add(1);
+            if past.rounds % if found { LISTEN_ROUNDS } else { LISTEN_SPINS } == 0 {
                 self.take_kicks(sleeper, &sleeper.wait(Some(0)));
             }
         }
@@ -139,14 +115,13 @@ impl Engine {
     }
 
     /// The step after a round that found no work, or was skipped.
-    fn after_nothing(&self, watch: &mut Watch, round: Option<&Round>) -> Then {
-        let Watch { seat, past, .. } = watch;
+    fn after_nothing(&self, seat: usize, past: &mut Past, round: Option<&Round>) -> Then {
         let looks = if self.shares_cores {
             past.by_twin && self.now() < (past.found_ns.max(past.woken_ns) + ANSWER_NS).min(past.woken_ns + TURN_NS)
         } else {
             let idle = round.is_some_and(|r| r.idle);
-            let goes = self.grows() && self.is_spare(*seat, if idle { 0 } else { past.found_ns.max(past.woken_ns) });
-            !goes && !idle && *seat < self.wanted() && !self.is_crowded(past)
+            let goes = self.grows() && self.is_spare(seat, if idle { 0 } else { past.found_ns.max(past.woken_ns) });
+            !goes && !idle && seat < self.wanted() && !self.is_crowded(past)
         };
         if !looks {
             return Then::Sleeps;
@@ -179,7 +154,7 @@ impl Engine {
     }
 
     /// Sleeps until woken. If all other pollers sleep, the sleep is limited or skipped as `then` says.
-    fn sleep(&self, watch: &mut Watch, then: Then) {
+    fn sleep(&self, watch: &mut Watch, past: &mut Past, then: Then) {
         let sleeper = self.sleepers.of(watch.seat);
         let limit = {
             let mut r = self.rnic.spin_lock();
@@ -210,7 +185,6 @@ impl Engine {
             self.take_kicks(sleeper, &kicks);
         }
         drop(sleeper.twin.last.swap(None));
-        let past = &mut watch.past;
         (past.has_woken, past.by_twin) = (true, sleeper.twin.called.swap(false, Ordering::Relaxed));
         (past.woken_ns, past.spins_since_ns) = (self.now(), 0);
         // The sleep may have been long, so the poller's copies may be out of date.
@@ -240,7 +214,7 @@ impl Engine {
 
     /// True if pollers are added and removed with the load.
     pub(super) fn grows(&self) -> bool {
-        self.pollers.0 < self.pollers.1
+        self.range.0 < self.range.1
     }
 
     /// Records whether a round has left work over, and adds a poller if that continues.
@@ -253,7 +227,7 @@ impl Engine {
             self.backlog_since_ns.store(now, Ordering::Relaxed);
         } else if now.saturating_sub(since) >= BACKLOG_NS {
             let wanted = self.wanted();
-            let one_more = |n: usize| (n == wanted && n < self.pollers.1).then_some(n + 1);
+            let one_more = |n: usize| (n == wanted && n < self.range.1).then_some(n + 1);
             if self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, one_more).is_ok() {
                 self.backlog_since_ns.store(now, Ordering::Relaxed);
                 self.sleepers.of(wanted).call();
@@ -263,20 +237,39 @@ impl Engine {
 
     /// True if the poller in `seat`, which has found no work since `since_ns`, is removed.
     fn is_spare(&self, seat: usize, since_ns: u64) -> bool {
-        let long = seat >= self.pollers.0 && self.now().saturating_sub(since_ns) >= SPARE_NS;
+        let long = seat >= self.range.0 && self.now().saturating_sub(since_ns) >= SPARE_NS;
         let last = |n: usize| (n == seat + 1).then_some(seat);
         long && self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, last).is_ok()
+    }
+
+    /// Starts a thread that takes over seat `i` from the thread that has it.
+    pub(super) fn seat_thread(self: &Arc<Self>, i: usize) -> io::Result<()> {
+        let (pollers, cores) = (self.clone(), cores());
+        let core = self.shares_cores.then(|| cores[i % cores.len()]);
+        let thread = self.liveness.give(i);
+        let builder = std::thread::Builder::new().name(format!("poller{i}"));
+        let started = builder.spawn(move || {
+            core.into_iter().for_each(scheduling::pin);
+            confine::thread(Kind::Poller);
+            let mut watch = Watch::new(i, thread);
+            pollers.poll(&mut watch);
+            pollers.leave(&mut watch);
+        });
+        if started.is_err() {
+            self.liveness.give_back(i);
+        }
+        started.map(|_| ())
     }
 
     /// Starts the twins of all pollers.
     pub(super) fn start_twins(self: &Arc<Self>, cores: &[usize]) -> io::Result<()> {
         for i in 0..self.sleepers.count() {
-            let (e, core) = (self.clone(), cores[i % cores.len()]);
+            let (pollers, core) = (self.clone(), cores[i % cores.len()]);
             std::thread::Builder::new().name(format!("twin{i}")).spawn(move || {
                 scheduling::pin(core);
                 scheduling::be_idle();
                 confine::thread(Kind::Poller);
-                e.twin(e.sleepers.of(i));
+                pollers.twin(pollers.sleepers.of(i));
             })?;
         }
         Ok(())
@@ -319,16 +312,8 @@ impl Engine {
         }
     }
 
-    /// Wakes all twins, so that they see that the engine stops.
+    /// Wakes all twins, so that they see that the pollers stop.
     pub(super) fn end_twins(&self) {
         self.sleepers.all().for_each(|s| s.twin.wake());
-    }
-}
-
-impl Twin {
-    fn wake(&self) {
-        if let Some(thread) = self.thread.get() {
-            thread.unpark();
-        }
     }
 }

@@ -5,12 +5,14 @@ use std::sync::atomic::Ordering;
 use unirdma_device::{RnicGuard, now_ns};
 use unirdma_rnic::{Bells, Job, Output, SessionId};
 
-use super::policy::Past;
+use super::pollers::Pollers;
+use super::port_io::PortIo;
 use super::sleepers::{CALL, PORT, Sleeper};
-use super::{Engine, SCRATCH_BYTES};
 
 /// Looks at the doorbells between two rounds that detect idle sessions and park them.
 pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
+/// Size of a poller's buffer for copies between two processes, bytes.
+pub(super) const SCRATCH_BYTES: usize = 64 << 10;
 /// Most rounds of the RNIC, each under a lock hold of its own, before their events are delivered.
 const ROUNDS_AT_ONCE: u32 = 8;
 /// Most spins of a poller while another thread still wants the RNIC, before it takes the RNIC again.
@@ -28,7 +30,6 @@ pub(super) struct Watch {
     changes: u64,
     bells: Bells,
     looks: u32,
-    pub(super) past: Past,
     out: Vec<Output>,
     /// A job that was run, whose result the RNIC has not got yet.
     pub(super) job: Option<Box<Job>>,
@@ -43,7 +44,6 @@ impl Watch {
             changes: 0,
             bells: Bells::default(),
             looks: 0,
-            past: Past::default(),
             out: Vec::new(),
             job: None,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
@@ -67,7 +67,7 @@ pub(super) struct Round {
     pub ended_ns: u64,
 }
 
-impl Engine {
+impl Pollers {
     /// True if the RNIC must be taken even if the port has no packets: a doorbell has rung, a timer is due, or `watch`
     /// is out of date.
     #[inline]
@@ -96,10 +96,11 @@ impl Engine {
         if !calls && !self.port_is_polled() {
             return None;
         }
-        let mut net = self.net.as_ref().and_then(|n| n.try_lock().ok());
-        let received = net.as_mut().is_some_and(|n| {
+        let port = self.port.as_ref();
+        let mut net = port.and_then(PortIo::try_lock);
+        let received = port.zip(net.as_mut()).is_some_and(|(port, n)| {
             let now = self.now();
-            (!calls || now.saturating_sub(n.asked_ns) >= ASKED_NS) && self.receive(n, now)
+            (!calls || now.saturating_sub(n.asked_ns) >= ASKED_NS) && port.receive(n, now, &self.rnic)
         });
         // If the port has no packets either, the RNIC is not needed.
         if !calls && !received && net.as_ref().is_none_or(|n| n.out.packets().is_empty()) {
@@ -148,13 +149,13 @@ impl Engine {
             watch.bells = r.active_bells();
             self.give_to_twins(watch.changes, || r.active_bells());
         }
-        let delivering = self.begin_delivery(&watch.out);
+        let delivering = self.delivery.begin(&watch.out);
         let end = r.release();
         self.note_backlog(left_over, end);
-        self.deliver(&mut watch.out);
+        self.delivery.deliver(&mut watch.out);
         drop(delivering);
-        if let Some(net) = &mut net {
-            self.send(net, now);
+        if let Some((port, net)) = port.zip(net.as_mut()) {
+            port.send(net, now);
         }
         drop(net);
         if watch.job.is_some() {
@@ -209,7 +210,7 @@ impl Engine {
         }
     }
 
-    /// True while the engine runs and the thread has its seat.
+    /// True while the pollers run and the thread has its seat.
     pub(super) fn goes_on(&self, watch: &Watch) -> bool {
         !self.is_stopping() && self.liveness.has(watch.seat, watch.thread)
     }
@@ -225,7 +226,7 @@ impl Engine {
         let now = self.now();
         for &token in tokens {
             match token {
-                PORT => self.poll_port(now),
+                PORT => self.port.iter().for_each(|p| p.poll(now)),
                 CALL => {}
                 session if r.kick(SessionId::from_number(session), now) => for_nothing.push(session),
                 _ => {}
