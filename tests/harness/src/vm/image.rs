@@ -108,7 +108,7 @@ impl<'a> Image<'a> {
     /// The compiler's output, if it fails.
     pub fn compile(&self, name: &str) -> Result<()> {
         let program = self.root.join("usr/bin").join(name).display().to_string();
-        let source = format!("xtask/c/{name}.c");
+        let source = format!("tests/c/{name}.c");
         run(&harness::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
     }
 

@@ -12,7 +12,7 @@ use crate::harness::{Lab, Output};
 use crate::suite::compile;
 use crate::vm::{self, Guest, Plan, Systems, Task};
 
-/// Name of the measuring program, `xtask/c/vm-bench.c`.
+/// Name of the measuring program, `tests/c/vm-bench.c`.
 const PROGRAM: &str = "vm-bench";
 const GUEST: &str = "guest";
 /// The container that the guest and the other container call, and that other container.

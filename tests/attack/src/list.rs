@@ -23,7 +23,7 @@ pub(crate) enum Program {
         /// The administrator captures its packets during the attack.
         captured: bool,
     },
-    /// `xtask/c/forge.c` with these words and a time, in a container.
+    /// `tests/c/forge.c` with these words and a time, in a container.
     Forge(&'static str),
 }
 

@@ -285,7 +285,7 @@ fn sanitizers(lab: &Lab) -> Result<()> {
     let address = suite::compile_as(lab, "memory-small", "memory-small-asan", &["-fsanitize=address", "-libverbs"])?;
     let thread = suite::compile_as(lab, "memory-small", "memory-small-tsan", &["-fsanitize=thread", "-libverbs"])?;
     let suppressions = lab.dir.join("valgrind.supp");
-    std::fs::copy(harness::root().join("xtask/c/valgrind.supp"), &suppressions).map_err(|e| e.to_string())?;
+    std::fs::copy(harness::root().join("tests/c/valgrind.supp"), &suppressions).map_err(|e| e.to_string())?;
     let valgrind = format!(
         "valgrind -q --error-exitcode=9 --leak-check=no \
          --suppressions={} {plain}",

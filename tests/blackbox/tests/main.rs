@@ -469,7 +469,7 @@ pub(crate) fn compile(lab: &Lab, name: &str, libraries: &[&str]) -> Result<Strin
 /// Compiles one of our C programs under another name.
 pub(crate) fn compile_as(lab: &Lab, name: &str, exe: &str, libraries: &[&str]) -> Result<String> {
     let exe = lab.dir.join(exe);
-    let source = harness::root().join(format!("xtask/c/{name}.c"));
+    let source = harness::root().join(format!("tests/c/{name}.c"));
     let mut gcc = std::process::Command::new("gcc");
     gcc.args(["-O1", "-g", "-Wall", "-o"]).arg(&exe).arg(source).args(libraries);
     let done = gcc.output().map_err(|e| e.to_string())?;
@@ -522,7 +522,7 @@ fn c_program(s: &mut Suite<'_>) {
             let valgrind = format!(
                 "env UNIRDMA_HEAP=system valgrind -q --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
                  --errors-for-leak-kinds=definite --suppressions={}",
-                harness::root().join("xtask/c/valgrind.supp").display()
+                harness::root().join("tests/c/valgrind.supp").display()
             );
             let o = lab.spawn("a", &[], &format!("{valgrind} {exe} {seed} {RANDOM_STEPS}"))?.finish();
             require(o.ok() && o.text.contains("all objects destroyed"), o.text)

@@ -1,5 +1,5 @@
 //! `cargo xtask bench busy`: typical programs, on cores that computing threads use too. Each is measured together with
-//! a peer in the same run. `xtask/c/busy.c` has the programs and describes them.
+//! a peer in the same run. `tests/c/busy.c` has the programs and describes them.
 
 use std::collections::BTreeMap;
 use std::process::Command;
