@@ -4,11 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use harness::{Lab, Link, Result, TwoHosts, median, packages, print_json, topology};
 use serde::Serialize;
 
-use super::{median, print_json, rows, topology};
-use crate::harness::{self, Lab, Link, TwoHosts};
-use crate::{Result, packages};
+use super::rows;
 
 /// One figure of perftest.
 struct Figure {
@@ -167,7 +166,7 @@ impl Build {
     }
 }
 
-pub(crate) fn ab(rev: &str, runs: u32, only: Option<&str>, json: bool) -> Result<()> {
+pub(super) fn ab(rev: &str, runs: u32, only: Option<&str>, json: bool) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     let commit = git(&["rev-parse", "--verify", "--quiet", &format!("{rev}^{{commit}}")])
         .map_err(|_| format!("there is no commit {rev}"))?;

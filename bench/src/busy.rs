@@ -4,12 +4,8 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
+use harness::{Lab, Result, Running, compile, figures, median, named, packages, print_json};
 use serde::Serialize;
-
-use super::{figures, median, named, print_json};
-use crate::harness::{self, Lab, Running};
-use crate::suite::compile;
-use crate::{Result, packages};
 
 /// How long one program is measured, in seconds.
 const SECONDS: &str = "2";
@@ -171,7 +167,7 @@ impl Bench {
     }
 }
 
-pub(crate) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
+pub(super) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     let chosen = named(CASES.iter().collect(), |c| c.name, only, "program")?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
@@ -193,7 +189,7 @@ pub(crate) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
         }
     }
     let failed = rows.iter().filter_map(too_silent).collect();
-    let report = Report { topology: super::topology(), runs, rows, skipped, failed };
+    let report = Report { topology: harness::topology(), runs, rows, skipped, failed };
     if json {
         print_json(&report)?;
     } else {

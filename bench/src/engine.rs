@@ -3,10 +3,8 @@
 
 use std::process::Command;
 
+use harness::{Result, median, print_json};
 use serde::Serialize;
-
-use super::{median, print_json};
-use crate::{Result, harness};
 
 #[derive(Serialize)]
 struct Report {
@@ -172,7 +170,7 @@ impl Figure<'_> {
     }
 }
 
-pub(crate) fn engine(runs: usize, json: bool) -> Result<()> {
+pub(super) fn engine(runs: usize, json: bool) -> Result<()> {
     eprintln!("building");
     let program = harness::build_example("unirdma-testkit", "engine")?;
     let mut all = Vec::new();

@@ -4,14 +4,13 @@
 
 use std::path::Path;
 
+use attack::fixture::{Figures, Place, Scene, VICTIMS, Worse};
+use attack::list::{Attack, COMPUTING, HONEST, Program, Way};
+use attack::{LIMIT_SAME as LIMIT, Limits, judges_time, time_note};
+use harness::{Result, fleet::Fleet, packages, pollers, print_json};
 use serde::Serialize;
 
-use super::{pollers, print_json, rows};
-use crate::attack::fixture::{Figures, Place, Scene, VICTIMS, Worse};
-use crate::attack::list::{Attack, COMPUTING, HONEST, Program, Way};
-use crate::attack::{LIMIT_SAME as LIMIT, Limits, judges_time, time_note};
-use crate::fleet::Fleet;
-use crate::{Result, attack, harness, packages};
+use super::rows;
 
 /// The program that runs at the same time as the victim.
 struct Neighbour {
@@ -207,7 +206,7 @@ fn neighbour(attack: &Attack) -> Option<Neighbour> {
     if let Way::Program(p) = attack.way { Some(Neighbour { name: attack.name, program: Some(p) }) } else { None }
 }
 
-pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
+pub(super) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     let limits: Vec<&CentreLimit> = LIMITS.iter().filter(|l| only.is_none_or(|o| l.name.contains(o))).collect();
     let attacks = match attack::wanted(only, |a| a.takes_time) {
         Err(_) if !limits.is_empty() => Vec::new(),

@@ -7,12 +7,10 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use harness::{Lab, Result, median, packages, print_json, tcp::Tcp};
 use serde::Serialize;
 
-use super::{cpu_of, cpu_times, median, print_json, rows};
-use crate::harness::{self, Lab};
-use crate::tcp::Tcp;
-use crate::{Result, packages};
+use super::{cpu_of, cpu_times, rows};
 
 #[derive(Serialize)]
 struct Report {
@@ -215,7 +213,7 @@ fn idle(lab: &Lab) -> Result<(f64, f64)> {
     Ok(((total / 100.0 - asking).max(0.0), used / start.elapsed().as_secs_f64() * 100.0))
 }
 
-pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
+pub(super) fn local(json: bool, svg: &Path) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     let say = |s: &str| eprintln!("{s}");
     say("building");
@@ -223,7 +221,7 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     lab.vrnic("b", &["--ip", "10.0.0.2"])?;
-    let topology = super::topology();
+    let topology = harness::topology();
     say("latency");
     let mut tcp = Tcp::start()?;
     tcp.latencies(2, 2000, false)?;

@@ -4,12 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use harness::{Lab, Output, Result, Running, compile, compile_as, figures, median, own_user, packages, print_json};
 use serde::Serialize;
 
-use super::{figures, median, print_json, rows};
-use crate::harness::{self, Lab, Output, Running};
-use crate::suite::{compile, compile_as, own_user};
-use crate::{Result, packages};
+use super::rows;
 
 #[derive(Serialize)]
 struct Report {
@@ -268,7 +266,7 @@ fn gigabits(o: &Output) -> Result<f64> {
     mbps.map(|m| m / 1e3).ok_or(format!("NetPIPE: {}", o.text))
 }
 
-pub(crate) fn memory(json: bool) -> Result<()> {
+pub(super) fn memory(json: bool) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
     harness::build()?;

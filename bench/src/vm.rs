@@ -4,13 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
+use harness::{
+    Lab, Output, Result, compile, figures, median, print_json,
+    vm::{self, Guest, Plan, Systems, Task},
+};
 use serde::Serialize;
-
-use super::{figures, median, print_json};
-use crate::Result;
-use crate::harness::{Lab, Output};
-use crate::suite::compile;
-use crate::vm::{self, Guest, Plan, Systems, Task};
 
 /// Name of the measuring program, `tests/c/vm-bench.c`.
 const PROGRAM: &str = "vm-bench";
@@ -257,7 +255,7 @@ fn wait_for(task: &Task, word: &str) -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn vm(json: bool, kernel: Option<&str>, runs: u32) -> Result<()> {
+pub(super) fn vm(json: bool, kernel: Option<&str>, runs: u32) -> Result<()> {
     eprintln!("building");
     vm::prepare()?;
     let systems = Systems::make_with(kernel, &|_, image| {

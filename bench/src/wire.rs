@@ -3,13 +3,14 @@
 use std::net::SocketAddr;
 use std::process::Command;
 
+use harness::{
+    Link, Result, TwoHosts, packages, print_json,
+    tcp::Tcp,
+    vm::{RXE as OWN, Rxe},
+};
 use serde::{Deserialize, Serialize};
 
-use super::{print_json, rows};
-use crate::harness::{self, Link, TwoHosts};
-use crate::tcp::Tcp;
-use crate::vm::{RXE as OWN, Rxe};
-use crate::{Result, packages};
+use super::rows;
 
 #[derive(Serialize)]
 struct Report {
@@ -87,7 +88,7 @@ const SIZES: [usize; 9] = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1 << 20
 const PORT: u16 = 5201;
 
 /// The hidden command that measures TCP between this network namespace and a process in another one.
-pub(crate) fn tcp(listen: SocketAddr, netns: &str) -> Result<()> {
+pub(super) fn tcp(listen: SocketAddr, netns: &str) -> Result<()> {
     let mut peer = Command::new("ip");
     peer.args(["netns", "exec", netns]).arg(std::env::current_exe().map_err(|e| e.to_string())?);
     let mut t = Tcp::start_with(listen, peer)?;
@@ -226,11 +227,11 @@ fn secret() -> Result<Secret> {
 }
 
 /// Parts of [`wire`]. All are measured unless some are named.
-pub(crate) const PARTS: [&str; 4] = ["veth", "icrc", "guest", "secret"];
+pub(super) const PARTS: [&str; 4] = ["veth", "icrc", "guest", "secret"];
 
-pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
+pub(super) fn wire(json: bool, only: &[String]) -> Result<()> {
     let wanted = |part: &str| only.is_empty() || only.iter().any(|o| o == part);
-    packages::ensure(&[packages::RUN, packages::TEST, packages::BUILD])?;
+    packages::ensure(&[packages::RUN, packages::PYVERBS, packages::GUESTS])?;
     eprintln!("building");
     harness::build()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use harness::{Lab, Result, Running, median, packages, print_json};
 use serde::Serialize;
 
-use super::{cpu_of, median, print_json};
-use crate::harness::{self, Lab, Running};
-use crate::{Result, packages};
+use super::cpu_of;
 
 /// Time for which bytes are counted, and for which programs run before that.
 const TIME: Duration = Duration::from_secs(5);
@@ -146,7 +145,7 @@ fn memory(pid: i32) -> Option<f64> {
     Some(field("Private_Dirty:")? + field("Private_Clean:")?)
 }
 
-pub(crate) fn workers(json: bool, groups: usize, busy: usize) -> Result<()> {
+pub(super) fn workers(json: bool, groups: usize, busy: usize) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
     harness::build()?;

@@ -1,8 +1,6 @@
 //! `cargo xtask demo`: runs unmodified programs in two containers and prints a small table.
 
-use crate::harness::{self, Lab};
-use crate::tcp::Tcp;
-use crate::{Result, packages};
+use harness::{Lab, Result, packages, tcp::Tcp};
 
 const STEPS: u32 = 7;
 

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Instant;
 
-use crate::{Result, centres, harness, packages, suite, vm};
+use harness::{Result, packages, vm};
 
 fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     println!("\n== cargo {}", args.join(" "));
@@ -28,35 +28,63 @@ fn has(component: &str) -> bool {
     Command::new("cargo").args([component, "--version"]).output().is_ok_and(|o| o.status.success())
 }
 
-pub(crate) fn run(only: Option<&str>) -> Result<()> {
-    packages::ensure(&[packages::RUN, packages::TEST, packages::MEMORY, packages::PAGE])?;
-    if only.is_none() {
-        // The parts of virtual machines are downloaded meanwhile. If that fails, the tests that need them report it.
-        let download = std::thread::spawn(|| drop(vm::Parts::fetch()));
-        if has("fmt") {
-            cargo(&["fmt", "--all", "--check"], &[])?;
-        } else {
-            println!("skipped: cargo fmt (rustfmt is not installed)");
-        }
-        if has("clippy") {
-            cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"], &[])?;
-        } else {
-            println!("skipped: cargo clippy (clippy is not installed)");
-        }
-        // Documentation has no examples to test, and the suite builds the example programs that it needs.
-        cargo(&["test", "--workspace", "--tests", "--quiet"], &[])?;
-        let loom = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target/loom")];
-        cargo(&["test", "--package", "unirdma-mem", "--release", "--quiet", "--lib", "loom"], &loom)?;
-        let _ = download.join();
-    }
+/// Runs the black-box tests whose names contain `only`, with these parameters.
+fn black_box(only: Option<&str>, parameters: &[(&str, &str)]) -> Result<()> {
     println!("\n== black-box tests with Debian's programs");
-    harness::build()?;
-    suite::run(only)
+    let mut c = Command::new("cargo");
+    // As a part of the workspace, so that what the unit tests were built with serves here, too.
+    c.args(["test", "--workspace", "--test", "blackbox", "--"]);
+    if let Some(text) = only {
+        c.args(["--", text]);
+    }
+    c.envs(parameters.iter().copied()).current_dir(harness::root());
+    match c.status() {
+        Ok(s) if s.success() => Ok(()),
+        Ok(_) => Err("black-box tests failed".into()),
+        Err(e) => Err(format!("cargo: {e}")),
+    }
 }
 
-/// The long form of the suite's test with several control centres.
-pub(crate) fn centres(calls: u32, seconds: u64) -> Result<()> {
-    packages::ensure(&[packages::RUN, packages::TEST])?;
-    harness::build()?;
-    centres::run(calls as usize, std::time::Duration::from_secs(seconds), true)
+pub(crate) fn run(only: Option<&str>) -> Result<()> {
+    if only.is_some() {
+        return black_box(only, &[]);
+    }
+    packages::ensure(packages::ALL)?;
+    // The parts of virtual machines are downloaded meanwhile. If that fails, the tests that need them report it.
+    let download = std::thread::spawn(|| drop(vm::Parts::fetch()));
+    if has("fmt") {
+        cargo(&["fmt", "--all", "--check"], &[])?;
+    } else {
+        println!("skipped: cargo fmt (rustfmt is not installed)");
+    }
+    if has("clippy") {
+        cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"], &[])?;
+    } else {
+        println!("skipped: cargo clippy (clippy is not installed)");
+    }
+    // Documentation has no examples to test, and the black-box tests build the example programs that they need.
+    cargo(&["test", "--workspace", "--exclude", "blackbox", "--tests", "--quiet"], &[])?;
+    let loom = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target/loom")];
+    cargo(&["test", "--package", "unirdma-mem", "--release", "--quiet", "--lib", "loom"], &loom)?;
+    let _ = download.join();
+    black_box(None, &[])
+}
+
+/// `cargo xtask test memory`: the black-box tests of memory, then random sequences from `seed` on until the time is
+/// over.
+pub(crate) fn memory(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
+    let (seconds, seed) = (seconds.to_string(), seed.to_string());
+    black_box(only, &[("BLACKBOX_TOPIC", "memory"), ("BLACKBOX_SECONDS", &seconds), ("BLACKBOX_SEED", &seed)])
+}
+
+/// `cargo xtask vm`: the black-box tests with guests, with one kernel if `kernel` names it. `rounds`: how often guests
+/// restart in each test.
+pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> Result<()> {
+    vm::prepare()?;
+    // An unknown kernel is reported once, not by each test.
+    vm::Systems::parts(kernel)?;
+    let rounds = rounds.to_string();
+    let mut parameters = vec![("BLACKBOX_TOPIC", "guest"), ("BLACKBOX_ROUNDS", &rounds)];
+    parameters.extend(kernel.map(|k| ("BLACKBOX_KERNEL", k)));
+    black_box(only, &parameters)
 }

@@ -32,8 +32,6 @@ const HARMLESS_CIRCLES: &[(&str, &str)] = &[
     ("crates/rnic/src/job/", "a job and its end are one thing in two files"),
     ("crates/driver/src/", "the control queue is a part of the context; memory management needs both"),
     ("crates/fleet/src/", "the state, and what is implemented for it in files of its own"),
-    // To be removed.
-    ("xtask/src/", "the suite runs the tests of memory, which are written with it"),
 ];
 
 fn root() -> PathBuf {

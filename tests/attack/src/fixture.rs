@@ -5,16 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use harness::{Lab, Result, Running, compile, figures, median};
 use serde::Serialize;
 
 use super::list::{Argument, Program};
-use crate::Result;
-use crate::bench::{figures, median};
-use crate::harness::{self, Lab, Running};
-use crate::suite;
 
 /// Number of victims of a place. They measure one after the other.
-pub(crate) const VICTIMS: u32 = 5;
+pub const VICTIMS: u32 = 5;
 /// Time for which a victim measures its latency, and then its bandwidth, s.
 const SECONDS: &str = "0.2";
 /// Duration after which an attack ends by itself, s. It is usually killed before.
@@ -30,7 +27,7 @@ const CHECK: Duration = Duration::from_secs(15);
 
 /// Where victims are.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub enum Place {
     /// In the attacker's group.
     Same,
     /// In a group that the attacker is not in.
@@ -38,6 +35,7 @@ pub(crate) enum Place {
 }
 
 impl Place {
+    /// Both places.
     pub const ALL: [Place; 2] = [Place::Same, Place::Other];
 
     /// The vRNICs of the victims.
@@ -73,7 +71,7 @@ impl Core {
 
 /// Kinds of victims.
 #[derive(Clone, Copy)]
-pub(crate) enum Kind {
+pub enum Kind {
     /// WRITEs of 8 B, one by one, then of 64 KiB, on one connection.
     Pair,
     /// SENDs of 4 KiB on eight connections.
@@ -92,10 +90,12 @@ impl Kind {
 
 /// Measurements of a victim.
 #[derive(Clone, Copy, Serialize)]
-pub(crate) struct Figures {
+pub struct Figures {
     /// Time from posting a WRITE of 8 B to its completion.
     pub p50_us: f64,
+    /// The 99th percentile of that time.
     pub p99_us: f64,
+    /// The longest time for a WRITE.
     pub worst_us: f64,
     /// WRITEs of 64 KiB.
     pub mib_s: f64,
@@ -121,9 +121,12 @@ impl Figures {
 
 /// How many times worse figures are than beside the honest neighbour.
 #[derive(Clone, Copy, Serialize)]
-pub(crate) struct Worse {
+pub struct Worse {
+    /// Of the median latency.
     pub p50: f64,
+    /// Of the 99th percentile of latency.
     pub p99: f64,
+    /// Of the bandwidth.
     pub bandwidth: f64,
 }
 
@@ -144,13 +147,15 @@ impl Worse {
         }
     }
 
+    /// True if one of the figures is more than `limit` times worse.
     pub fn is_beyond(self, limit: f64) -> bool {
         [self.p50, self.p99, self.bandwidth].iter().any(|&w| w > limit)
     }
 }
 
 /// A virtual layer with two groups of victims, and vRNICs `x` and `y` for an attacker.
-pub(crate) struct Scene {
+pub struct Scene {
+    /// Its virtual layer.
     pub lab: Lab,
     programs: PathBuf,
 }
@@ -230,7 +235,7 @@ impl Scene {
                 (Running::start(c, &self.lab.dir.join("attacker.log"))?, captured)
             }
             Program::Forge(words) => {
-                let forge = suite::compile(&self.lab, "forge", &[])?;
+                let forge = compile(&self.lab, "forge", &[])?;
                 let pinned = Core::Neighbour.words().join(" ");
                 (self.lab.spawn("x", &[], &format!("{pinned} {forge} {words} {ATTACK_SECONDS}"))?, false)
             }
@@ -261,7 +266,7 @@ impl Scene {
 }
 
 /// Victims of one place, which wait until they are told to measure.
-pub(crate) struct Victims(Vec<Running>);
+pub struct Victims(Vec<Running>);
 
 impl Victims {
     /// Lets one after the other measure. Returns the median of each figure.
@@ -300,7 +305,7 @@ fn measured<const N: usize>(mut victim: Running, names: &[&str; N]) -> Result<[f
 }
 
 /// A running program of the attacker. Dropping this value kills it.
-pub(crate) struct Attacker<'a> {
+pub struct Attacker<'a> {
     running: Running,
     capture: Option<Running>,
     scene: &'a Scene,

@@ -1,25 +1,24 @@
 //! `cargo xtask attack`: tries every known attack against a virtual layer with victims in the attacker's group and in
 //! another one, and reports the results.
 
-pub(crate) mod fixture;
-pub(crate) mod list;
-pub(crate) mod matrix;
-pub(crate) mod resource_usage;
+pub mod checks;
+pub mod fixture;
+pub mod list;
+pub mod matrix;
+pub mod resource_usage;
 
 use std::path::Path;
 use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::bench::{named, print_json, topology};
-use crate::harness::{self, Lab};
-use crate::{Result, packages};
 use fixture::{Figures, Place, Scene, VICTIMS, Victims, Worse};
+use harness::{Lab, Result, named, packages, print_json, topology};
 use list::{ATTACKS, Attack, COMPUTING, HONEST, Program, Way};
 use resource_usage::Footprint;
 
 /// Limit for victims in the attacker's group: how many times worse a figure may be than beside the honest neighbour.
-pub(crate) const LIMIT_SAME: f64 = 1.5;
+pub const LIMIT_SAME: f64 = 1.5;
 /// The same limit for victims in another group.
 const LIMIT_OTHER: f64 = 1.2;
 /// With fewer cores than this, the attacker, the victims, the pollers and all other programs share the cores. The
@@ -36,12 +35,12 @@ const P99_OTHER_US: f64 = 1e3;
 const SILENCE_US: f64 = 1e6;
 
 /// True if this machine has enough cores for the fine limits.
-pub(crate) fn judges_time() -> bool {
+pub fn judges_time() -> bool {
     harness::cores().len() >= CORES_TO_JUDGE_TIME
 }
 
 /// The note in the tables about the limits on few cores.
-pub(crate) fn time_note() -> String {
+pub fn time_note() -> String {
     let [same, other] = FEW_CORES;
     match judges_time() {
         true => String::new(),
@@ -55,7 +54,7 @@ pub(crate) fn time_note() -> String {
 
 /// Limits for the figures of victims in one place.
 #[derive(Clone, Copy)]
-pub(crate) struct Limits {
+pub struct Limits {
     p50_us: f64,
     p99_us: f64,
     mib_s: f64,
@@ -329,7 +328,7 @@ fn usual<'a>(outcomes: impl Iterator<Item = &'a Outcome>, place: usize) -> Figur
 }
 
 /// Prints the list for `--list`.
-pub(crate) fn print_list() {
+pub fn print_list() {
     for a in ATTACKS {
         println!("{:16} {}", a.name, a.what);
     }
@@ -339,11 +338,15 @@ pub(crate) fn print_list() {
 ///
 /// # Errors
 /// If there is none.
-pub(crate) fn wanted(only: Option<&str>, which: impl Fn(&Attack) -> bool) -> Result<Vec<&'static Attack>> {
+pub fn wanted(only: Option<&str>, which: impl Fn(&Attack) -> bool) -> Result<Vec<&'static Attack>> {
     named(ATTACKS.iter().filter(|a| which(a)).collect(), |a| a.name, only, "attack")
 }
 
-pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Result<()> {
+/// `cargo xtask attack`: tries the attacks whose names contain `only`, and prints a report.
+///
+/// # Errors
+/// The number of attacks that do more than they may, or the step that failed.
+pub fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Result<()> {
     let attacks = wanted(only, |_| true)?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");

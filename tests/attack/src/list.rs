@@ -1,13 +1,15 @@
 //! The list of all known attacks, and how each is tried.
 
-use crate::Result;
-use crate::harness::Lab;
-use crate::suite;
+use harness::{Lab, Result};
+
+use crate::checks;
 
 /// Additional argument of a program, after its own vRNIC's socket and its duration.
 #[derive(Clone, Copy)]
-pub(crate) enum Argument {
+pub enum Argument {
+    /// No argument.
     None,
+    /// A word.
     Word(&'static str),
     /// The socket of this vRNIC, which belongs to the same user or to a victim that the program checks.
     Socket(&'static str),
@@ -15,10 +17,12 @@ pub(crate) enum Argument {
 
 /// A program of the attacker.
 #[derive(Clone, Copy)]
-pub(crate) enum Program {
+pub enum Program {
     /// An attack of the test kit's example `attacks`, which describes each of them.
     Kit {
+        /// Its name there.
         name: &'static str,
+        /// Its additional argument.
         argument: Argument,
         /// The administrator captures its packets during the attack.
         captured: bool,
@@ -29,20 +33,27 @@ pub(crate) enum Program {
 
 /// How an attack is tried.
 #[derive(Clone, Copy)]
-pub(crate) enum Way {
+pub enum Way {
+    /// A program runs beside victims that measure.
     Program(Program),
     /// A check of the black-box tests, without measurements.
     Check {
+        /// The check.
         check: fn(&Lab) -> Result<()>,
+        /// It cannot be set up without root.
         needs_root: bool,
     },
     /// Not tried here, but where this text says.
     Elsewhere(&'static str),
 }
 
-pub(crate) struct Attack {
+/// A known attack.
+pub struct Attack {
+    /// Its name on the command line.
     pub name: &'static str,
+    /// What it does.
     pub what: &'static str,
+    /// How it is tried.
     pub way: Way,
     /// It tries to take time from others, so `bench isolation` measures it too.
     pub takes_time: bool,
@@ -65,17 +76,17 @@ const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
 }
 
 /// Two programs of the attacker's vRNICs that are always busy, and do nothing wrong.
-pub(crate) const HONEST: Program = Program::Kit { name: "honest", argument: Argument::Socket("y"), captured: false };
+pub const HONEST: Program = Program::Kit { name: "honest", argument: Argument::Socket("y"), captured: false };
 
 /// A program of the attacker that has nothing to do with RDMA.
-pub(crate) const COMPUTING: Program =
-    Program::Kit { name: "field", argument: Argument::Word("compute"), captured: false };
+pub const COMPUTING: Program = Program::Kit { name: "field", argument: Argument::Word("compute"), captured: false };
 
 const CAPTURED: Way = Way::Program(Program::Kit { name: "capw", argument: Argument::None, captured: true });
 
 use Argument::{None as Nothing, Socket, Word};
 
-pub(crate) const ATTACKS: &[Attack] = &[
+/// All known attacks.
+pub const ATTACKS: &[Attack] = &[
     slow("rnr 1024", "SENDs of 1,024 QPs to receivers that are never ready", program("rnr", Word("1024"))),
     slow("rnr 16384", "the same of 16,384 QPs", program("rnr", Word("16384"))),
     slow("bells", "64 sessions ring all their doorbell bits", program("bells", Nothing)),
@@ -131,9 +142,9 @@ pub(crate) const ATTACKS: &[Attack] = &[
     attack("unread", "requests whose answers it never reads", program("unread", Nothing)),
     attack("junk", "connections with random bytes", program("junk", Nothing)),
     attack("logs", "requests that are refused, and written to the log", program("logs", Nothing)),
-    attack("arp", "a container answers ARP with another one's address", check(suite::arp_spoof, false)),
-    attack("inject", "an ordinary user of a peer host sends VXLAN frames", check(suite::vxlan_injection, true)),
-    attack("escape", "a container reaches for the host, in more than 500 ways", check(suite::escape, false)),
+    attack("arp", "a container answers ARP with another one's address", check(checks::arp_spoof, false)),
+    attack("inject", "an ordinary user of a peer host sends VXLAN frames", check(|_| checks::vxlan_injection(), true)),
+    attack("escape", "a container reaches for the host, in more than 500 ways", check(checks::escape, false)),
     attack("qpns", "the next QPN of another tenant", Way::Elsewhere("statistics: tests of rnic::random")),
 ];
 

@@ -3,13 +3,12 @@
 
 use std::path::Path;
 
+use harness::{Result, median, named, packages, print_json, topology};
 use serde::Serialize;
 
 use super::fixture::{Kind, Place, Scene, VICTIMS};
 use super::list::{Argument, Program};
 use super::resource_usage::Footprint;
-use crate::bench::{median, named, print_json, topology};
-use crate::{Result, packages};
 
 /// An attacker of a matrix. `name` is its name in the test kit's program `field`.
 struct Attacker {
@@ -153,7 +152,7 @@ fn beside(programs: &Path, name: &'static str) -> Result<[Left; 2]> {
 ///
 /// # Errors
 /// If no attacker has such a name, or something other than a ratio is wrong during one of them.
-pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
+pub fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
     let wanted = named(ATTACKERS.iter().collect(), |a| a.name, only, "attacker")?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");

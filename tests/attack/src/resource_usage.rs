@@ -3,11 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use harness::{Lab, Result};
 use serde::Serialize;
 use serde_json::Value;
-
-use crate::Result;
-use crate::harness::Lab;
 
 /// Longest time for the virtual layer to report its status.
 const STATUS: Duration = Duration::from_secs(5);
@@ -19,10 +17,12 @@ const SLACK: Held = Held { descriptors: 4, mappings: 64, rss_kib: 512 << 10 };
 
 /// Resources of a process.
 #[derive(Clone, Copy, Default, PartialEq, Debug, Serialize)]
-pub(crate) struct Held {
+pub struct Held {
+    /// Open descriptors.
     pub descriptors: u64,
     /// Lines of `/proc/PID/maps`.
     pub mappings: u64,
+    /// Resident memory, KiB.
     pub rss_kib: u64,
 }
 
@@ -45,6 +45,7 @@ impl Held {
         }
     }
 
+    /// The larger of both values of each resource.
     pub fn max(self, other: Held) -> Held {
         self.each(other, u64::max)
     }
@@ -68,11 +69,14 @@ fn kib(pid: u32, name: &str) -> Option<u64> {
 
 /// A process of the virtual layer.
 #[derive(Clone, PartialEq, Debug, Serialize)]
-pub(crate) struct Process {
+pub struct Process {
     /// The group that it works for; `None` for the process that was started.
     pub group: Option<String>,
+    /// Its process ID.
     pub pid: u32,
+    /// How often it was started again.
     pub restarts: u64,
+    /// What it holds now.
     pub held: Held,
     /// Its highest resident memory so far.
     pub peak_rss_kib: u64,
@@ -80,7 +84,7 @@ pub(crate) struct Process {
 
 /// All processes of a virtual layer at some moment.
 #[derive(Clone, Default, PartialEq, Debug, Serialize)]
-pub(crate) struct Footprint(pub Vec<Process>);
+pub struct Footprint(pub Vec<Process>);
 
 impl Footprint {
     /// Reads the virtual layer's list of its processes, and the kernel's figures of each.

@@ -1,10 +1,11 @@
 //! Each attack of `cargo xtask attack` that is a program, for a second, against one virtual layer: it harms only the
 //! attacker. Nothing is timed.
 
-use super::*;
-use crate::attack::fixture::{Place, Scene};
-use crate::attack::list::{ATTACKS, Attack, Program, Way};
-use crate::attack::resource_usage::Footprint;
+use attack::fixture::{Place, Scene};
+use attack::list::{ATTACKS, Attack, Program, Way};
+use attack::resource_usage::Footprint;
+
+use crate::support::*;
 
 /// Duration of an attack before other programs start, in addition to the time that a scene gives it.
 const TIME: Duration = Duration::from_millis(500);
@@ -26,24 +27,19 @@ fn endure(scene: &Scene, before: &Footprint, attack: &Attack, program: &Program)
     Place::ALL.iter().try_for_each(|&p| scene.check(p))
 }
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    let title = |a: &Attack| format!("attacks: {}", a.name);
-    let program = |a: &'static Attack| if let Way::Program(p) = a.way { Some((a, p)) } else { None };
-    let wanted = |(a, _): &(&Attack, Program)| s.only.is_none_or(|o| title(a).contains(o));
-    let attacks: Vec<(&Attack, Program)> = ATTACKS.iter().filter_map(program).filter(wanted).collect();
-    if attacks.is_empty() {
-        return;
-    }
-    let scene = Scene::build().and_then(|programs| {
-        let scene = Scene::start(&programs)?;
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN]);
+    let scene = &Shared::new(|| {
+        let scene = Scene::start(&Scene::build()?)?;
         Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
         let before = Footprint::of(&scene.lab)?;
         Ok((scene, before))
     });
-    for (attack, program) in attacks {
-        s.check(&title(attack), |_| {
-            let (scene, before) = scene.as_ref().map_err(Clone::clone)?;
-            endure(scene, before, attack, &program)
-        });
+    for attack in ATTACKS {
+        if let Way::Program(program) = attack.way {
+            t.on(scene, format!("attacks: {}", attack.name), move |(scene, before)| {
+                endure(scene, before, attack, &program)
+            });
+        }
     }
 }

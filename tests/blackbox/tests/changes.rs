@@ -1,6 +1,6 @@
 //! Changes while programs run: links and addresses by an administrator, and attributes of working QPs by programs.
 
-use super::*;
+use crate::support::*;
 
 /// Runs `unirdma`, which must succeed.
 fn admin(lab: &Lab, args: &[&str]) -> Check {
@@ -13,8 +13,10 @@ fn rping(lab: &Lab, address: &str) -> Check {
     both_end_well(lab.pair(("a", &format!("timeout 30 rping -s -a {address} -C 3")), ("b", &client), &[])?)
 }
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    s.check("queue sizes, rate limits, shared targets (C program)", |lab| {
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING]);
+    t.test("queue sizes, rate limits, shared targets (C program)", || {
+        let lab = &abc()?;
         let exe = compile(lab, "changes", &["-libverbs"])?;
         for way in ["", "env UNIRDMA_MR=copy "] {
             let o = lab.spawn("a", &[], &format!("timeout 60 {way}{exe}"))?.finish();
@@ -22,7 +24,8 @@ pub(super) fn run(s: &mut Suite<'_>) {
         }
         Ok(())
     });
-    s.check("vrnic link, vrnic ip: programs hear of it", |lab| {
+    t.test("vrnic link, vrnic ip: programs hear of it", || {
+        let lab = &abc()?;
         let watch = lab.spawn("a", &[], "timeout 30 stdbuf -oL ibv_asyncwatch")?;
         wait_for(&watch, "async event FD")?;
         admin(lab, &["vrnic", "link", "a", "down"])?;
@@ -35,11 +38,11 @@ pub(super) fn run(s: &mut Suite<'_>) {
         wait_for(&watch, "IBV_EVENT_GID_CHANGE (18), port 1")?;
         admin(lab, &["vrnic", "ip", "rm", "a", "fd00::7"])
     });
-    s.check("vrnic link: a port that is down, and what runs over it", |lab| {
-        let server = lab.spawn("a", &[], "timeout 60 ib_write_bw -D 5 -f 1")?;
-        std::thread::sleep(Duration::from_millis(500));
+    t.test("vrnic link: a port that is down, and what runs over it", || {
+        let lab = &abc()?;
+        let server = serve(lab, "a", "timeout 60 ib_write_bw -D 5 -f 1")?;
         let client = lab.spawn("b", &[], "timeout 60 ib_write_bw -D 5 -f 1 10.0.0.1")?;
-        std::thread::sleep(Duration::from_millis(2500));
+        goes_on(lab, "a")?;
         // The link is down for a shorter time than the retries of perftest's QPs and of its TCP connection last.
         admin(lab, &["vrnic", "link", "b", "down"])?;
         let shown = lab.unirdma(&["vrnic", "ls"]);
@@ -55,7 +58,8 @@ pub(super) fn run(s: &mut Suite<'_>) {
         require(!unreachable.ok(), unreachable.text)?;
         rping(lab, "10.0.0.1")
     });
-    s.check("vrnic ip: a new address is used, and one that is taken away is not", |lab| {
+    t.test("vrnic ip: a new address is used, and one that is taken away is not", || {
+        let lab = &abc()?;
         admin(lab, &["vrnic", "ip", "add", "a", "fd00::a:7/64"])?;
         let o = lab.spawn("a", &[], "ibv_devinfo -v")?.finish();
         let used = rping(lab, "fd00::a:7");
@@ -67,17 +71,19 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let o = lab.spawn("b", &[], "timeout 5 rping -c -a fd00::a:7 -C 1")?.finish();
         require(!o.ok() && o.text.contains("RDMA_CM_EVENT_ADDR_ERROR, error -110"), o.text)
     });
-    s.check("a vRNIC that is removed is a removed device to rdma_cm", |lab| {
+    t.test("a vRNIC that is removed is a removed device to rdma_cm", || {
+        let lab = &abc()?;
         admin(lab, &["vrnic", "add", "gone", "--ip", "10.0.0.77"])?;
-        let server = lab.spawn("gone", &[], "timeout 30 rping -s -C 100000000")?;
+        let server = serve(lab, "gone", "timeout 30 rping -s -C 100000000")?;
         let mut client = lab.spawn("b", &[], "timeout 30 rping -c -a 10.0.0.77 -C 100000000")?;
-        std::thread::sleep(Duration::from_millis(800));
+        goes_on(lab, "gone")?;
         admin(lab, &["vrnic", "rm", "gone", "--force"])?;
         let o = server.finish();
         client.kill();
         client.finish();
         require(o.code.is_some_and(|c| c != 124) && o.text.contains("cma detected device removal"), o.text)
     });
+    let abc = &Shared::new(abc);
     let cases: &[(&str, &[&str], &str)] = &[
         ("an_address_of_another_vrnic", &["vrnic", "ip", "add", "a", "10.0.0.2"], "belongs to vRNIC b"),
         ("a_second_IPv4_address", &["vrnic", "ip", "add", "a", "10.0.0.77"], "at most one IPv4 address"),
@@ -87,6 +93,6 @@ pub(super) fn run(s: &mut Suite<'_>) {
         ("the_link_of_nobody", &["vrnic", "link", "z", "down"], "there is no vRNIC z"),
     ];
     for (name, args, text) in cases {
-        s.check(&format!("wrong_input_{name}"), |lab| refused(&lab.unirdma(args), text));
+        t.on(abc, format!("wrong_input_{name}"), move |lab| refused(&lab.unirdma(args), text));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use super::*;
+use crate::support::*;
 
 /// Prepares a shell for a page: places of its own for what commands write, the release build in the PATH, and nothing
 /// to install or to build.
@@ -52,10 +52,9 @@ fn run_page(name: &str, script: &str) -> Check {
     require(o.ok(), format!("{name}, {:?}: {}", o.code, o.text))
 }
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    if harness::uid() != 0 {
-        return println!("skipped: the commands of documents (namespaces need root)");
-    }
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN]);
+    t.need_root("namespaces need root");
     let root = harness::root();
     let mut pages: Vec<_> =
         std::fs::read_dir(root.join("docs/user")).into_iter().flatten().flatten().map(|e| e.path()).collect();
@@ -65,7 +64,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let name = page.strip_prefix(&root).unwrap_or(&page).display().to_string();
         let script = std::fs::read_to_string(&page).map(|text| blocks(&text)).unwrap_or_default();
         if !script.is_empty() {
-            s.check(&format!("documents: the commands of {name}"), |_| run_page(&name, &script));
+            t.test(format!("documents: the commands of {name}"), move || run_page(&name, &script));
         }
     }
 }

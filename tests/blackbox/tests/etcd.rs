@@ -2,24 +2,26 @@
 
 use std::process::Command;
 
-use super::*;
-use crate::centres::{self, Etcd};
+use centres::Etcd;
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    s.check("etcd: the tests of the store", |_| {
+use crate::support::*;
+
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::ETCD]);
+    t.test("etcd: the tests of the store", || {
         let dir = std::env::temp_dir().join(format!("unirdma-etcd-{}", std::process::id()));
         std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
         let tested = store_tests(&dir);
         let _ = std::fs::remove_dir_all(&dir);
         tested
     });
-    s.check(
+    t.test(
         "etcd: two centres, of which the allocating one is killed while vRNICs are made; then etcd is stopped",
-        |_| centres::run(48, Duration::from_secs(3), false),
+        || centres::run(48, Duration::from_secs(3), false),
     );
-    s.check(
+    t.test(
         "etcd: a fleet goes there from a file; three members with TLS and passwords, of which each is killed",
-        |_| centres::move_to_etcd(),
+        centres::move_to_etcd,
     );
 }
 
@@ -28,8 +30,9 @@ fn store_tests(dir: &std::path::Path) -> Check {
     let etcd = Etcd::start(dir)?;
     let mut c = Command::new("timeout");
     // The whole workspace, because a build for one package alone would rebuild its dependencies. Other packages have no
-    // such tests.
-    c.args(["900", "cargo", "test", "--workspace", "--tests", "store::tests::etcd", "--", "--ignored"]);
+    // such tests; the black-box tests are these.
+    c.args(["900", "cargo", "test", "--workspace", "--exclude", "blackbox", "--tests", "store::tests::etcd"]);
+    c.args(["--", "--ignored"]);
     let o = Output::of(c.env("UNIRDMA_TEST_ETCD", etcd.address()).current_dir(harness::root()));
     require(o.ok() && o.text.contains("4 passed"), o.text)
 }

@@ -1,18 +1,18 @@
-//! `cargo xtask test memory`: compares the view that programs have of their own memory, with a vRNIC and without one.
+//! Compares the view that programs have of their own memory, with a vRNIC and without one. `cargo xtask test memory` goes
+//! on with random sequences.
 //!
 //! Each case of the C programs `memory-*.c` runs on private memory without a vRNIC, with `UNIRDMA_MR=copy`, with
 //! `UNIRDMA_MR=share`, and with the default. The lines that it prints must be the same, except for the differences that
 //! [`ALLOWED`] lists. Then `memory-random` does random operations on memory of which it knows every byte, under several
-//! allocators. As root all of this runs twice, the second time as an ordinary user, because the ways of memory differ
-//! for root and users.
+//! allocators. All of this runs as root and as an ordinary user, because the ways of memory differ for them.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::harness::{self, Lab, Output};
-use crate::packages;
-use crate::suite::{Suite, own_user};
-use crate::{Result, suite};
+use harness::compile_as;
+use libtest_mimic::Arguments;
+
+use crate::support::*;
 
 /// Ways of registering memory: name, environment, and the vRNIC that the programs use.
 const WAYS: [(&str, &str, &str); 3] = [
@@ -218,12 +218,6 @@ fn none(wrong: &str) -> Result<()> {
     }
 }
 
-/// The lab in which programs run. It has a vRNIC for each of [`WAYS`] and [`PRIVATE`].
-pub(crate) struct Place<'a> {
-    pub name: &'static str,
-    pub lab: &'a Lab,
-}
-
 /// Runs a command on private memory and in each of [`WAYS`], all at the same time.
 fn each(lab: &Lab, command: &str) -> Result<(Output, Vec<(&'static str, Output)>)> {
     let private = lab.spawn(PRIVATE, &[], &format!("timeout -s KILL 60 {command} private"))?;
@@ -234,7 +228,8 @@ fn each(lab: &Lab, command: &str) -> Result<(Output, Vec<(&'static str, Output)>
     Ok((private.finish(), running.into_iter().map(|(way, r)| (way, r.finish())).collect()))
 }
 
-fn all_agree(lab: &Lab, exe: &str, program: &str, case: &str) -> Result<()> {
+fn all_agree(lab: &Lab, program: &str, libraries: &[&str], case: &str) -> Result<()> {
+    let exe = compiled(lab, program, libraries)?;
     let (private, others) = each(lab, &format!("{exe} {case}"))?;
     if !private.ok() || !private.text.ends_with("end\n") {
         return Err(format!("without a vRNIC: {}", lines(&private)));
@@ -243,34 +238,50 @@ fn all_agree(lab: &Lab, exe: &str, program: &str, case: &str) -> Result<()> {
     none(&wrong)
 }
 
-/// The names of a program's cases.
-fn cases(exe: &str) -> Result<Vec<String>> {
-    let o = std::process::Command::new(exe).output().map_err(|e| format!("{exe}: {e}"))?;
-    Ok(String::from_utf8_lossy(&o.stdout).lines().map(String::from).collect())
+/// A program of a lab, compiled by the first test that needs it.
+fn compiled(lab: &Lab, program: &str, libraries: &[&str]) -> Result<String> {
+    let exe = lab.dir.join(program);
+    if exe.exists() { Ok(exe.display().to_string()) } else { compile(lab, program, libraries) }
 }
 
-/// All cases of all programs.
-fn compare_cases(s: &mut Suite<'_>, place: &Place<'_>) {
-    // Programs of tests that are not wanted are not compiled.
-    let named = PROGRAMS.iter().map(|p| p.0).find(|p| s.only().is_some_and(|o| o.contains(p)));
-    for (program, libraries) in PROGRAMS {
-        if named.is_some_and(|n| n != program) || s.only().is_some_and(|o| o.contains("memory-random")) {
-            continue;
+/// The names of a program's cases, as its table `cases` lists them.
+fn cases(program: &str) -> Vec<String> {
+    let source = std::fs::read_to_string(harness::root().join(format!("tests/c/{program}.c"))).unwrap_or_default();
+    let table = source.split("struct a_case cases[]").nth(1).and_then(|s| s.split("};").next()).unwrap_or_default();
+    table.split("{ \"").skip(1).filter_map(|entry| entry.split('"').next()).map(String::from).collect()
+}
+
+/// Users for whom all tests run: name in titles, and the lab that its programs run in.
+fn places() -> [(&'static str, Shared<Lab>); 2] {
+    let start = |user| {
+        let lab = Lab::start(user)?;
+        WAYS.iter().map(|w| w.2).chain([PRIVATE]).try_for_each(|v| lab.vrnic(v, &[]))?;
+        Ok(lab)
+    };
+    [("root", Shared::new(move || start(None))), ("ordinary user", Shared::new(move || start(Some(own_user()))))]
+}
+
+/// Adds tests for each user that they can run as.
+fn in_places(t: &mut Tests, places: &[(&'static str, Shared<Lab>)], add: impl Fn(&mut Tests, &str, &Shared<Lab>)) {
+    for (name, lab) in places {
+        t.need_no_root();
+        if *name == "root" {
+            t.need_root("this user is an ordinary one");
         }
-        let exe = suite::compile(place.lab, program, libraries);
-        let list = exe.as_deref().map_err(|e| (*e).to_string()).and_then(cases);
-        let Ok(list) = list else {
-            s.check(&format!("memory, {}: {program}", place.name), |_| list.map(drop));
-            continue;
-        };
-        for case in list {
-            let exe = exe.as_deref().unwrap_or_default();
-            s.check(&format!("memory, {}: {program} {case}", place.name), |_| {
-                all_agree(place.lab, exe, program, &case)
+        add(t, name, lab);
+    }
+}
+
+/// Adds all cases of all programs.
+fn compare_cases(t: &mut Tests, place: &str, lab: &Shared<Lab>) {
+    for (program, libraries) in PROGRAMS {
+        for case in cases(program) {
+            t.on(lab, format!("memory, {place}: {program} {case}"), move |lab| {
+                all_agree(lab, program, libraries, &case)
             });
         }
     }
-    s.check(&format!("memory, {}: sanitizers and valgrind", place.name), |_| sanitizers(place.lab));
+    t.on(lab, format!("memory, {place}: sanitizers and valgrind"), sanitizers);
 }
 
 /// Output of a program, without valgrind's notes about system calls that it does not know.
@@ -281,9 +292,9 @@ fn without_notes(o: &Output) -> String {
 /// Builds and runs a small program with the tools by which programmers look for errors.
 fn sanitizers(lab: &Lab) -> Result<()> {
     let libraries = ["-libverbs", "-pthread"];
-    let plain = suite::compile(lab, "memory-small", &libraries)?;
-    let address = suite::compile_as(lab, "memory-small", "memory-small-asan", &["-fsanitize=address", "-libverbs"])?;
-    let thread = suite::compile_as(lab, "memory-small", "memory-small-tsan", &["-fsanitize=thread", "-libverbs"])?;
+    let plain = compile(lab, "memory-small", &libraries)?;
+    let address = compile_as(lab, "memory-small", "memory-small-asan", &["-fsanitize=address", "-libverbs"])?;
+    let thread = compile_as(lab, "memory-small", "memory-small-tsan", &["-fsanitize=thread", "-libverbs"])?;
     let suppressions = lab.dir.join("valgrind.supp");
     std::fs::copy(harness::root().join("tests/c/valgrind.supp"), &suppressions).map_err(|e| e.to_string())?;
     let valgrind = format!(
@@ -320,18 +331,16 @@ fn allocators() -> Vec<(&'static str, Option<String>)> {
     ]
 }
 
-/// Runs one random sequence with each allocator in each way.
-fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
-    let mut exe = None;
+/// Adds one random sequence with each allocator, in each way.
+fn random(t: &mut Tests, place: &str, lab: &Shared<Lab>, seed: u64) {
     for (allocator, library) in allocators() {
-        s.check(&format!("memory, {}: memory-random {seed} {steps}, {allocator}", place.name), |_| {
-            let compile = || suite::compile(place.lab, "memory-random", &["-libverbs", "-pthread"]);
-            let exe = exe.get_or_insert_with(compile).as_deref().map_err(|e| (*e).to_string())?;
+        t.on(lab, format!("memory, {place}: memory-random {seed} {STEPS}, {allocator}"), move |lab| {
+            let exe = compiled(lab, "memory-random", &["-libverbs", "-pthread"])?;
             // Preloaded for the program only. Otherwise `timeout` would load it, too.
             let preload = library.map_or_else(String::new, |l| {
                 if Path::new(&l).exists() { format!("env LD_PRELOAD={l} ") } else { "no-such-allocator ".into() }
             });
-            let (private, others) = each(place.lab, &format!("{preload}{exe} {seed} {steps}"))?;
+            let (private, others) = each(lab, &format!("{preload}{exe} {seed} {STEPS}"))?;
             for (way, o) in std::iter::once(("private memory", private)).chain(others) {
                 if !o.ok() || !o.text.ends_with("end\n") {
                     return Err(format!("{way}: {}", lines(&o)));
@@ -345,66 +354,44 @@ fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
 /// Seeds of the sequences that are part of every test run: with threads and without. And how long each sequence is.
 const SEEDS: [u64; 2] = [1, 4];
 const STEPS: u32 = 4000;
+const PACKAGES: &[packages::Needed] = &[packages::RUN, packages::MEMORY];
 
-/// The tests that are part of every test run. `here` is this user's lab.
-pub(crate) fn fixed(s: &mut Suite<'_>, here: &Lab) {
-    // The filter matches no memory test, so the labs are not needed.
-    if s.only().is_some_and(|o| !o.contains("memory") && !"memory, root: ordinary user: ".contains(o)) {
-        return;
-    }
-    if let Err(e) = vrnics(here) {
-        return s.check("memory, vRNICs", |_| Err(e));
-    }
-    let mut both = |place: &Place<'_>| {
-        compare_cases(s, place);
-        for seed in SEEDS {
-            random(s, place, seed, STEPS);
-        }
-    };
-    if harness::uid() != 0 {
-        return both(&Place { name: "ordinary user", lab: here });
-    }
-    both(&Place { name: "root", lab: here });
-    let user = ordinary();
-    match user {
-        Ok(lab) => both(&Place { name: "ordinary user", lab: &lab }),
-        Err(e) => s.check("memory, ordinary user", |_| Err(e)),
-    }
+/// How long random sequences go on, and the first of their seeds: parameters of `cargo xtask test memory`.
+fn duration() -> Option<(Duration, u64)> {
+    let number = |name: &str| std::env::var(name).ok()?.parse().ok();
+    Some((Duration::from_secs(number("BLACKBOX_SECONDS")?), number("BLACKBOX_SEED").unwrap_or(SEEDS[0])))
 }
 
-fn vrnics(lab: &Lab) -> Result<()> {
-    WAYS.iter().map(|w| w.2).chain([PRIVATE]).try_for_each(|v| lab.vrnic(v, &[]))
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(PACKAGES);
+    t.test("memory: a difference is wrong unless it is listed", || {
+        a_difference_is_wrong_unless_it_is_listed();
+        Ok(())
+    });
+    let seeds = duration().map_or(SEEDS.to_vec(), |(_, seed)| vec![seed]);
+    in_places(t, &places(), |t, place, lab| {
+        compare_cases(t, place, lab);
+        seeds.iter().for_each(|&seed| random(t, place, lab, seed));
+    });
 }
 
-fn ordinary() -> Result<Lab> {
-    let lab = Lab::start(Some(own_user()))?;
-    vrnics(&lab)?;
-    Ok(lab)
-}
-
-/// `cargo xtask test memory`: the cases, then random sequences from `seed` on until the time is over.
-pub(crate) fn run(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
-    let end = Instant::now() + Duration::from_secs(seconds);
-    packages::ensure(&[packages::RUN, packages::MEMORY])?;
-    harness::build()?;
-    let (mut labs, root) = (Vec::new(), harness::uid() == 0);
-    if root {
-        let lab = Lab::start(None)?;
-        vrnics(&lab)?;
-        labs.push(("root", lab));
-    }
-    labs.push(("ordinary user", ordinary()?));
-    let mut s = Suite::new(&labs[0].1, only);
-    for (name, lab) in &labs {
-        compare_cases(&mut s, &Place { name, lab });
-    }
-    for seed in seed.. {
-        for (name, lab) in &labs {
-            random(&mut s, &Place { name, lab }, seed, STEPS);
-        }
-        if Instant::now() >= end {
+/// For `cargo xtask test memory`, goes on with the next seeds until the time since `begin` is over. False if a test
+/// failed.
+pub(crate) fn go_on(args: &Arguments, begin: Instant) -> bool {
+    let Some((duration, seed)) = duration() else { return true };
+    let (mut ok, places) = (true, places());
+    for seed in seed + 1.. {
+        if begin.elapsed() >= duration {
             break;
         }
+        let mut t = Tests::default();
+        t.topic(PACKAGES);
+        in_places(&mut t, &places, |t, place, lab| random(t, place, lab, seed));
+        let trials: Vec<_> = t.into_list().into_iter().map(|t| t.trial).collect();
+        if trials.iter().all(|t| args.is_filtered_out(t)) {
+            break;
+        }
+        ok &= !libtest_mimic::run(args, trials).has_failed();
     }
     println!("\ndifferences from private memory that do not count:");
     for (i, l) in ALLOWED.iter().enumerate() {
@@ -412,22 +399,16 @@ pub(crate) fn run(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
             println!("* {} ({}, {})", l.reason, l.program, l.case);
         }
     }
-    s.close()
+    ok
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_difference_is_wrong_unless_it_is_listed() {
-        assert!(compare("p", "c", "copy", "one\ntwo\n", "one\ntwo\n").is_empty());
-        assert!(compare("p", "c", "copy", "one\ntwo\n", "one\nthree\n").contains("copy: three"));
-        assert!(compare("p", "c", "copy", "one\ntwo\n", "one\n").contains("(no line)"));
-        for l in ALLOWED {
-            assert!(compare(l.program, l.case, l.ways[0], l.private, l.instead).is_empty(), "{}", l.reason);
-            assert!(!compare(l.program, l.case, "copy", l.private, l.instead).is_empty());
-            assert!(!compare(l.program, "another", l.ways[0], l.private, l.instead).is_empty());
-        }
+fn a_difference_is_wrong_unless_it_is_listed() {
+    assert!(compare("p", "c", "copy", "one\ntwo\n", "one\ntwo\n").is_empty());
+    assert!(compare("p", "c", "copy", "one\ntwo\n", "one\nthree\n").contains("copy: three"));
+    assert!(compare("p", "c", "copy", "one\ntwo\n", "one\n").contains("(no line)"));
+    for l in ALLOWED {
+        assert!(compare(l.program, l.case, l.ways[0], l.private, l.instead).is_empty(), "{}", l.reason);
+        assert!(!compare(l.program, l.case, "copy", l.private, l.instead).is_empty());
+        assert!(!compare(l.program, "another", l.ways[0], l.private, l.instead).is_empty());
     }
 }

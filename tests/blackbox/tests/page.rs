@@ -1,17 +1,16 @@
 //! The control centre's web page. `cargo xtask page` makes the same checks alone.
 
-use super::*;
-use crate::page;
+use page::{CHECKS, Visit};
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    let name = |check: &str| format!("page: {check}");
-    let Some(first) = page::names().map(name).find(|n| s.wants(n)) else { return };
-    let out = harness::root().join("target/page");
-    let only = s.only();
-    let wants = |check: &str| only.is_none_or(|o| name(check).contains(o));
-    let done = page::checks(&out, wants, |check, done| s.check(&name(check), |_| done));
-    // Otherwise each check has reported its own result.
-    if let Err(e) = done {
-        s.check(&first, |_| Err(e));
+use crate::support::*;
+
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::PAGE]);
+    let begin = || Visit::start(&harness::root().join("target/page"));
+    let visit = &Shared::new(begin);
+    for check in &CHECKS {
+        let own = check.changes_fleet.then(|| Shared::new(begin));
+        let visit = own.as_ref().unwrap_or(visit);
+        t.on_mut(visit, format!("page: {}", check.name), move |visit| visit.check(check));
     }
 }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::*;
+use crate::support::*;
 
 const IMAGE: &str = "unirdma-test";
 
@@ -44,16 +44,17 @@ fn documented_command() -> Result<String> {
 
 /// podman with its own store, configuration and network namespace, in which it makes its usual network. Dropping this
 /// value removes them.
-struct Podman<'a> {
-    lab: &'a Lab,
+struct Podman {
+    lab: Lab,
     dir: PathBuf,
     netns: String,
     /// The documented command line.
     command: String,
 }
 
-impl<'a> Podman<'a> {
-    fn start(lab: &'a Lab) -> Result<Podman<'a>> {
+impl Podman {
+    fn start() -> Result<Podman> {
+        let lab = abc()?;
         let dir = lab.dir.join("podman");
         let netns = format!("ur{}-podman", std::process::id());
         let podman = Podman { lab, dir, netns, command: documented_command()? };
@@ -130,7 +131,7 @@ impl<'a> Podman<'a> {
         options: &str,
         program: &str,
         change: impl FnOnce(String) -> Result<String>,
-    ) -> Result<harness::Running> {
+    ) -> Result<Running> {
         let socket = self.lab.socket(vrnic);
         let directory = socket.parent().unwrap_or(&socket).display().to_string();
         let built = self.library().parent().unwrap_or(Path::new("/")).display().to_string();
@@ -146,10 +147,10 @@ impl<'a> Podman<'a> {
         }
         let mut c = self.command("sh");
         c.arg("-c").arg(change(line)?);
-        harness::Running::start(c, &self.lab.dir.join(format!("podman-{name}.log")))
+        Running::start(c, &self.lab.dir.join(format!("podman-{name}.log")))
     }
 
-    fn start_program(&self, name: &str, vrnic: &str, options: &str, program: &str) -> Result<harness::Running> {
+    fn start_program(&self, name: &str, vrnic: &str, options: &str, program: &str) -> Result<Running> {
         self.start_as(name, vrnic, options, program, Ok)
     }
 
@@ -168,7 +169,7 @@ impl<'a> Podman<'a> {
     fn pair(&self, server: (&str, &str), client: (&str, &str), options: &str) -> Result<(Output, Output)> {
         let mut s = self.start_program("server", server.0, options, server.1)?;
         let mut address = None;
-        let known = wait_until(
+        let known = soon(
             || {
                 address = self.address_of_server(server.0);
                 address.is_some() || s.has_ended()
@@ -185,7 +186,7 @@ impl<'a> Podman<'a> {
     }
 }
 
-impl Drop for Podman<'_> {
+impl Drop for Podman {
     fn drop(&mut self) {
         let _ = self.podman().args(["rm", "--all", "--force", "--time", "0"]).output();
         let _ = harness::ip(&format!("netns del {}", self.netns));
@@ -212,18 +213,11 @@ fn replaced(line: &str, from: &str, to: &str) -> Result<String> {
     Ok(line.replace(from, to))
 }
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    if harness::uid() != 0 {
-        return println!("skipped: podman (its containers in a network of their own need root)");
-    }
-    let titles = PAIRS.iter().map(|p| title(p.0)).chain([DEVINFO, OVER_ITS_OWN, GROUPS].map(String::from));
-    if !titles.into_iter().any(|t| s.only.is_none_or(|o| t.contains(o))) {
-        return;
-    }
-    let podman = Podman::start(s.lab);
-    let podman = || podman.as_ref().map_err(Clone::clone);
-    s.check(DEVINFO, |_| {
-        let podman = podman()?;
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::PODMAN]);
+    t.need_root("its containers in a network of their own need root");
+    let podman = &Shared::new(Podman::start);
+    t.on(podman, DEVINFO, |podman| {
         // The image alone has Debian's library, which finds nothing.
         let o = podman.podman().args(["run", "--rm", IMAGE, "ibv_devinfo"]).output().map_err(failed("podman"))?;
         let text = String::from_utf8_lossy(&o.stdout).into_owned();
@@ -231,21 +225,21 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let o = podman.start_program("client", "a", "", "ibv_devinfo -v")?.finish();
         require(o.ok() && o.text.contains("unirdma0") && o.text.contains("::ffff:10.0.0.1"), o.text)
     });
-    s.check(OVER_ITS_OWN, |_| {
+    t.on(podman, OVER_ITS_OWN, |podman| {
         let own = format!("/usr/lib/{}-linux-gnu/", std::env::consts::ARCH);
         let change = |line: String| {
             let line = replaced(&line, "-e LD_LIBRARY_PATH=/opt/unirdma", "")?;
             replaced(&line, "/opt/unirdma/", &own)
         };
-        let o = podman()?.start_as("client", "a", "", "ibv_devinfo", change)?.finish();
+        let o = podman.start_as("client", "a", "", "ibv_devinfo", change)?.finish();
         require(o.ok() && o.text.contains("unirdma0"), o.text)
     });
     for (server, client, options) in PAIRS {
-        s.check(&title(server), |_| both_end_well(podman()?.pair(("a", server), ("b", client), options)?));
+        t.on(podman, title(server), move |podman| both_end_well(podman.pair(("a", server), ("b", client), options)?));
     }
-    s.check(GROUPS, |_| {
+    t.on(podman, GROUPS, |podman| {
         let p = "ibv_rc_pingpong -g 0";
-        let (s, c) = podman()?.pair(("b", p), ("c", &format!("{p} ADDR")), "")?;
+        let (s, c) = podman.pair(("b", p), ("c", &format!("{p} ADDR")), "")?;
         require(!s.ok() && !c.ok() && c.text.contains("RTR"), format!("server: {}\nclient: {}", s.text, c.text))
     });
 }

@@ -4,33 +4,32 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::*;
+use crate::support::*;
 
 /// Time within which a removed rule ends its connections. Programs take a moment to notice.
 const SECOND: Duration = Duration::from_secs(1);
-pub(super) const BOTH: &str = "rule allow from group:red to group:blue both\n";
+pub(crate) const BOTH: &str = "rule allow from group:red to group:blue both\n";
 
 /// Writes a file of rules, and waits until the virtual layer has read them.
-pub(super) fn write_rules(lab: &Lab, file: &Path, places: &str, rules: &str) -> Check {
+pub(crate) fn write_rules(lab: &Lab, file: impl AsRef<Path>, places: &str, rules: &str) -> Check {
     std::fs::write(file, format!("{places}{rules}")).map_err(|e| e.to_string())?;
     let expected = if rules.is_empty() { "no rules" } else { "allow from" };
-    wait_until(|| lab.unirdma(&["rule", "ls"]).text.contains(expected), expected)
+    soon(|| lab.unirdma(&["rule", "ls"]).text.contains(expected), expected)
 }
 
-pub(super) fn group_add(lab: &Lab, group: &str) -> Check {
+pub(crate) fn group_add(lab: &Lab, group: &str) -> Check {
     let o = lab.unirdma(&["group", "add", group]);
     require(o.ok(), o.text)
 }
 
 /// Starts a virtual layer with a vRNIC in each of the groups red, blue and green. Returns it, the file with its rules,
 /// and the other lines in that file.
-pub(super) fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
+pub(crate) fn three_groups() -> Result<(Lab, Peers, String)> {
     let places: String = [("10.0.0.1", "red"), ("10.0.0.2", "blue"), ("10.0.0.3", "green")]
         .map(|(ip, group)| format!("{ip} {group} 127.0.8.1\n"))
         .concat();
-    let file = lab.dir.join("rules.peers");
-    std::fs::write(&file, format!("{places}{BOTH}")).map_err(|e| e.to_string())?;
-    let own = Lab::start_in(None, None, &["--address", "127.0.8.1", "--peers", &file.display().to_string()])?;
+    let file = Peers::new(&format!("{places}{BOTH}"))?;
+    let own = file.start(None, &["--address", "127.0.8.1"])?;
     for (name, group, ip) in [("a", "red", "10.0.0.1"), ("b", "blue", "10.0.0.2"), ("c", "green", "10.0.0.3")] {
         group_add(&own, group)?;
         own.vrnic(name, &["--group", group, "--ip", ip])?;
@@ -40,18 +39,18 @@ pub(super) fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String
 
 /// Runs a long `ib_write_bw` from a container of `from` to a container of `to`. Removes the rule meanwhile, and checks
 /// that the programs end.
-pub(super) fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away: impl FnOnce() -> Check) -> Check {
+pub(crate) fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away: impl FnOnce() -> Check) -> Check {
     let long = "ib_write_bw -F -D 60";
     let mut server = to.0.spawn(to.1, &[], long)?;
     require(server.wait_listening(|| false), "the server does not listen")?;
     let mut client = from.0.spawn(from.1, &[], &format!("{long} 10.0.0.1"))?;
     let moves = || from.0.unirdma(&["vrnic", "show", from.1]).text.contains("RTS");
-    wait_until(moves, "the client does not connect")?;
+    soon(moves, "the client does not connect")?;
     std::thread::sleep(SECOND);
     require(!client.has_ended(), client.text())?;
     take_away()?;
     let begin = Instant::now();
-    wait_until(|| client.has_ended(), "the client goes on without a rule")?;
+    soon(|| client.has_ended(), "the client goes on without a rule")?;
     let (took, text) = (begin.elapsed(), client.finish().text);
     // IBV_WC_RETRY_EXC_ERR
     require(text.contains("status 12"), text)?;
@@ -60,9 +59,10 @@ pub(super) fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away
     require(!o.text.contains("refused by rules        0 conn"), o.text)
 }
 
-pub(super) fn single_host(s: &mut Suite<'_>) {
-    s.check("rules, two groups on one host talk, the third one stays outside", |lab| {
-        let (own, ..) = three_groups(lab)?;
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::NETWORK]);
+    t.test("rules, two groups on one host talk, the third one stays outside", || {
+        let (own, _file, _) = three_groups()?;
         for p in ["ibv_rc_pingpong -g 0", "ib_write_bw -R -F -n 500", "ibv_ud_pingpong -g 0", "ibv_uc_pingpong -g 0"] {
             both_end_well(own.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?)?;
         }
@@ -77,8 +77,8 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
         let o = own.spawn("c", &[], "timeout 20 rping -c -a 10.0.0.1 -C 1")?.finish();
         require(!o.ok(), o.text)
     });
-    s.check("rules, one way: who may begin is answered, and nobody else begins", |lab| {
-        let (own, file, places) = three_groups(lab)?;
+    t.test("rules, one way: who may begin is answered, and nobody else begins", || {
+        let (own, file, places) = three_groups()?;
         write_rules(&own, &file, &places, "rule allow from group:blue to group:red\n")?;
         // A vRNIC that must not be reached does not answer, although it exists. The vRNIC that asked is answered.
         for (from, to, ip, answered) in [("a", "b", "10.0.0.2", false), ("b", "a", "10.0.0.1", true)] {
@@ -93,31 +93,29 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
         drop(server);
         require(!o.ok(), o.text)
     });
-    s.check("rules, a rule that goes ends ib_write_bw within a second, on one host", |lab| {
-        let (own, file, places) = three_groups(lab)?;
+    t.test("rules, a rule that goes ends ib_write_bw within a second, on one host", || {
+        let (own, file, places) = three_groups()?;
         ends_with_its_rule((&own, "a"), (&own, "b"), || write_rules(&own, &file, &places, ""))
     });
-    s.check("wrong_input_rules", |lab| {
-        let (own, file, places) = three_groups(lab)?;
+    t.test("wrong_input_rules", || {
+        let (own, file, places) = three_groups()?;
         for (bad, says) in [
             ("rule allow from red to group:blue", "line 4: `red` selects nobody"),
             ("rule allow group:red group:blue", "line 4: a rule reads `allow|deny from"),
             ("rule deny from group:red to group:blue priority 70000", "`70000` is no priority"),
         ] {
             std::fs::write(&file, format!("{places}{bad}\n")).map_err(|e| e.to_string())?;
-            wait_until(|| own.unirdma(&["status"]).text.contains(says), says)?;
+            soon(|| own.unirdma(&["status"]).text.contains(says), says)?;
             let o = own.unirdma(&["rule", "ls"]);
             require(o.text.contains("allow from group:red to group:blue both priority 0"), o.text)?;
         }
         Ok(())
     });
-}
-
-pub(super) fn between_hosts(s: &mut Suite<'_>) {
-    s.check("rules, two groups on two hosts talk until the rule goes", |_| {
+    t.need_root("network namespaces need root");
+    t.test("rules, two groups on two hosts talk until the rule goes", || {
         let two = TwoHosts::start(Link { name: "r", ipv6: false, mtu: 1500, args: &[] })?;
         let places = "10.0.0.1 red 192.168.7.1\n10.0.0.2 blue 192.168.7.2\n";
-        let rules = |rules: &str| (0..2).try_for_each(|h| write_rules(&two.labs[h], &two.peers(h), places, rules));
+        let rules = |rules: &str| (0..2).try_for_each(|h| write_rules(&two.labs[h], two.peers(h), places, rules));
         for (lab, name, group, ip) in [(&two.labs[0], "a", "red", "10.0.0.1"), (&two.labs[1], "b", "blue", "10.0.0.2")]
         {
             let o = lab.unirdma(&["vrnic", "rm", name]);

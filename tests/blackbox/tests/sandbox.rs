@@ -1,7 +1,9 @@
 //! The isolation of a container, the files that it shows, and the appearance of its commands from outside: as root and
 //! as an ordinary user.
 
-use super::*;
+use attack::checks::{escape, script};
+
+use crate::support::*;
 
 /// Scripts that run outside of containers, and their expected output. `RUN` is `$U run --vrnic x`, `EXEC` is `$U exec
 /// --vrnic x`.
@@ -206,35 +208,24 @@ const REFUSED: &[(&str, &str)] = &[
     ),
 ];
 
-fn script(lab: &Lab, text: &str) -> Output {
-    let text = text.replace("RUN -", "$U run --vrnic x -").replace("EXEC -", "$U exec --vrnic x -");
-    lab.shell(&text)
-}
-
-/// Runs all tests in a lab of `user`. `place` names it.
-fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
+/// Adds all tests in a lab of `user`. `place` names it.
+fn in_place(t: &mut Tests, place: &str, user: Option<u32>) {
     let title = |name: &str| format!("sandbox, {place}: {name}");
-    let attack = title("attacks from inside");
-    let wanted = |n: &str| s.only().is_none_or(|o| title(n).contains(o));
-    if !SCRIPTS.iter().any(|c| wanted(c.0)) && !wanted("attacks from inside") && !wanted("wrong input") {
-        return;
-    }
-    let lab = Lab::start(user).and_then(|lab| {
+    let lab = &Shared::new(move || {
+        let lab = Lab::start(user)?;
         lab.vrnic("x", &[])?;
         lab.vrnic("b", &[])?;
         Ok(lab)
     });
-    s.check(&attack, |_| escape(lab.as_ref().map_err(Clone::clone)?));
+    t.on(lab, title("attacks from inside"), escape);
     for (name, text, expected) in SCRIPTS {
-        s.check(&title(name), |_| {
-            let lab = lab.as_ref().map_err(Clone::clone)?;
+        t.on(lab, title(name), move |lab| {
             let o = script(lab, text);
             let expected = expected.replace("LAB", &lab.dir.display().to_string());
             require(o.text == expected, format!("expected:\n{expected}\ngot ({:?}):\n{}", o.code, o.text))
         });
     }
-    s.check(&title("wrong input"), |_| {
-        let lab = lab.as_ref().map_err(Clone::clone)?;
+    t.on(lab, title("wrong input"), |lab| {
         REFUSED.iter().try_for_each(|(text, why)| {
             let o = script(lab, text);
             require(o.code.is_some_and(|c| c != 0) && o.text.contains(why), format!("{text}: {:?} {}", o.code, o.text))
@@ -242,48 +233,23 @@ fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
     });
 }
 
-/// Runs a program that tries many escapes, in a container of vRNIC x.
-pub(crate) fn escape(lab: &Lab) -> Check {
-    let exe = compile(lab, "escape", &[])?;
-    let run = lab.dir.join("run");
-    let home = lab.dir.join("home");
-    let command = format!("{exe} {} {} {}", lab.pid(), run.display(), home.display());
-    let steal = "cd $HOME; mkdir -p .ssh .config/unirdma .local/share/keyrings .local/bin .cargo/bin\n\
-                 for f in .ssh/id .config/unirdma/centre.toml .local/share/keyrings/login.keyring .bashrc plain; do echo secret >$f; done";
-    require(script(lab, steal).ok(), "the home directory cannot be filled")?;
-    // With a descriptor that must not be inherited, in a container of each kind, and by `exec`.
-    for how in ["", "--net host "] {
-        let o = script(lab, &format!("export UNIRDMA_TOKEN=sesame; exec 9</; RUN {how}-- {command}"));
-        let tried = o.text.strip_prefix("tried ").and_then(|t| t.split(' ').next()).and_then(|n| n.parse::<u32>().ok());
-        require(o.ok() && tried.is_some_and(|n| n > 400), format!("{how}: {:?} {}", o.code, o.text))?;
-    }
-    let o = script(
-        lab,
-        &format!(
-            "RUN -- sh -c 'echo up; exec sleep 30' >$LAB/up3 & p=$!\n\
-             until grep -qs up $LAB/up3; do sleep 0.05; done\nexport UNIRDMA_TOKEN=sesame; exec 9</; EXEC -- {command}; kill $p"
-        ),
-    );
-    require(o.text.starts_with("tried "), format!("exec: {:?} {}", o.code, o.text))
-}
-
-pub(super) fn run(s: &mut Suite<'_>) {
-    if harness::uid() == 0 {
-        in_place(s, "root", None);
-        s.check("sandbox, root: what is given below a closed directory is within reach", |_| {
-            let lab = Lab::start(None)?;
-            lab.vrnic("x", &[])?;
-            let o = script(&lab, "mkdir d; echo 1 >d/f; RUN --bind $LAB/d:/root/deep/x -- cat /root/deep/x/f");
-            require(o.text == "1\n", o.text)
-        });
-        s.check("sandbox, root: memory of a program with threads is shared, if the host has /dev/userfaultfd", |lab| {
-            let exe = compile(lab, "memory-writers", &["-libverbs", "-pthread", "-ldl"])?;
-            let o = lab.spawn("a", &[], &format!("env UNIRDMA_MR=share UNIRDMA_TRACE=1 {exe} threads"))?.finish();
-            let way = if std::path::Path::new("/dev/userfaultfd").exists() { "way Share" } else { "way Copy" };
-            require(o.ok() && o.text.contains(way), o.text)
-        });
-        in_place(s, "ordinary user", Some(own_user()));
-    } else {
-        in_place(s, "ordinary user", None);
-    }
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::C_PROGRAMS, packages::SANDBOX]);
+    t.need_root("this user is an ordinary one");
+    in_place(t, "root", None);
+    t.test("sandbox, root: what is given below a closed directory is within reach", || {
+        let lab = Lab::start(None)?;
+        lab.vrnic("x", &[])?;
+        let o = script(&lab, "mkdir d; echo 1 >d/f; RUN --bind $LAB/d:/root/deep/x -- cat /root/deep/x/f");
+        require(o.text == "1\n", o.text)
+    });
+    t.test("sandbox, root: memory of a program with threads is shared, if the host has /dev/userfaultfd", || {
+        let lab = &abc()?;
+        let exe = compile(lab, "memory-writers", &["-libverbs", "-pthread", "-ldl"])?;
+        let o = lab.spawn("a", &[], &format!("env UNIRDMA_MR=share UNIRDMA_TRACE=1 {exe} threads"))?.finish();
+        let way = if std::path::Path::new("/dev/userfaultfd").exists() { "way Share" } else { "way Copy" };
+        require(o.ok() && o.text.contains(way), o.text)
+    });
+    t.need_no_root();
+    in_place(t, "ordinary user", Some(own_user()));
 }

@@ -3,10 +3,10 @@
 use std::process::Command;
 
 use super::rules::{BOTH, ends_with_its_rule, group_add, three_groups, write_rules};
-use super::*;
+use crate::support::*;
 
 /// Makes a new secret in a file. Returns its path.
-pub(super) fn make(lab: &Lab, name: &str) -> Result<String> {
+pub(crate) fn make(lab: &Lab, name: &str) -> Result<String> {
     let path = lab.dir.join(name).display().to_string();
     let o = lab.unirdma(&["secret", &path]);
     require(o.ok(), o.text)?;
@@ -14,7 +14,7 @@ pub(super) fn make(lab: &Lab, name: &str) -> Result<String> {
 }
 
 /// Sets the secret of the group `default`.
-pub(super) fn set(lab: &Lab, secret: &str) -> Check {
+pub(crate) fn set(lab: &Lab, secret: &str) -> Check {
     set_of(lab, &["default", "--secret", secret])
 }
 
@@ -24,7 +24,7 @@ fn set_of(lab: &Lab, args: &[&str]) -> Check {
 }
 
 /// Numbers of packets that a host has dropped: not sealed, with a wrong tag, replayed.
-pub(super) fn dropped(lab: &Lab) -> Result<[u64; 3]> {
+pub(crate) fn dropped(lab: &Lab) -> Result<[u64; 3]> {
     dropped_of(lab, "default")
 }
 
@@ -58,7 +58,7 @@ fn while_they_play(two: &TwoHosts, program: &str, act: impl FnOnce() -> Check) -
     let acted = wait_for(&client, "played").and_then(|()| act());
     let before = client.text().matches("played").count();
     let goes_on = || client.text().matches("played").count() > before || client.text().contains("lost");
-    let went_on = acted.and_then(|()| wait_until(goes_on, "they did not go on"));
+    let went_on = acted.and_then(|()| soon(goes_on, "they did not go on"));
     std::fs::write(&stop, "").map_err(|e| e.to_string())?;
     let client = client.finish();
     server.kill();
@@ -93,14 +93,14 @@ fn hostile(two: &TwoHosts) -> Check {
     // A QP that is connected to the first host.
     while_they_play(two, "ibv_rc_pingpong", || {
         let qpn = || lab.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
-        wait_until(|| qpn().is_some(), "the program has no QP")?;
+        soon(|| qpn().is_some(), "the program has no QP")?;
         let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {}", qpn().unwrap_or(0)));
         require(o.text.contains("sent"), o.text)?;
         let drops = || dropped(lab).unwrap_or_default();
-        wait_until(|| drops()[0] >= 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
+        soon(|| drops()[0] >= 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
         let o = forge(two, &exe, "again veth0 192.168.7.1 1");
         require(o.text.contains("again") && !o.text.contains("sent 0"), o.text)?;
-        wait_until(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))
+        soon(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))
     })?;
     let [unsealed, wrong_tag, _] = dropped(lab)?;
     require((unsealed, wrong_tag) == (5, 0), format!("{unsealed} unsealed, {wrong_tag} with a wrong tag"))?;
@@ -139,7 +139,7 @@ fn started_anew(two: &mut TwoHosts) -> Check {
     let (pid, _) = two.labs[0].worker("default")?;
     // SAFETY: the process is a worker of this lab; no memory is passed.
     unsafe { libc::kill(pid, libc::SIGKILL) };
-    wait_until(|| two.labs[0].worker("default").is_ok_and(|w| w.0 != pid), "no worker")?;
+    soon(|| two.labs[0].worker("default").is_ok_and(|w| w.0 != pid), "no worker")?;
     // The other host may need a second until it accepts that the session is over.
     std::thread::sleep(Duration::from_secs(2));
     two.wait_met()?;
@@ -163,7 +163,7 @@ fn wait_pair(lab: &Lab, pair: &str) -> Check {
         let text = lab.unirdma(&["status"]).text;
         text.contains(&sealed) && !text.contains("has not shown that it has")
     };
-    wait_until(is_so, &sealed).map_err(|e| format!("{e}: {}{}", lab.unirdma(&["status"]).text, lab.log()))
+    soon(is_so, &sealed).map_err(|e| format!("{e}: {}{}", lab.unirdma(&["status"]).text, lab.log()))
 }
 
 /// A group on each of two hosts, joined by a rule. The groups' own secrets do not suffice; a secret of the pair does.
@@ -177,7 +177,7 @@ fn joined(two: &TwoHosts) -> Check {
         lab.vrnic(name, &["--group", group, "--ip", ip])?;
         set_of(lab, &[group, "--secret", &make(lab, "own.secret")?])?;
     }
-    let rules = |rules: &str| (0..2).try_for_each(|h| write_rules(&two.labs[h], &two.peers(h), places, rules));
+    let rules = |rules: &str| (0..2).try_for_each(|h| write_rules(&two.labs[h], two.peers(h), places, rules));
     rules(BOTH)?;
     let rping = two.pair("timeout 4 rping -s -C 2", "timeout 3 rping -c -a 10.0.0.1 -C 2")?;
     require(!rping.1.ok(), rping.1.text)?;
@@ -207,7 +207,7 @@ fn joined(two: &TwoHosts) -> Check {
     let exe = compile(red, "forge", &[])?;
     while_they_play(two, "ibv_rc_pingpong", || {
         let qpn = || blue.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
-        wait_until(|| qpn().is_some(), "the program has no QP")?;
+        soon(|| qpn().is_some(), "the program has no QP")?;
         // Attacks by red's tenant in its own network, by an attacker on red's host as a plain device, and by replay.
         let o = red.unirdma(&[
             "exec",
@@ -224,10 +224,10 @@ fn joined(two: &TwoHosts) -> Check {
         let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {}", qpn().unwrap_or(0)));
         require(o.text.contains("sent"), o.text)?;
         let drops = || dropped_of(blue, "blue").unwrap_or_default();
-        wait_until(|| drops()[0] >= before[1][0] + 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
+        soon(|| drops()[0] >= before[1][0] + 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
         let o = forge(two, &exe, "again veth0 192.168.7.1 1");
         require(o.text.contains("again") && !o.text.contains("sent 0"), o.text)?;
-        wait_until(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))?;
+        soon(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))?;
         // New secrets of the pair, while packets pass.
         for name in ["second", "third"] {
             give(name)?;
@@ -242,10 +242,11 @@ fn joined(two: &TwoHosts) -> Check {
     require(!o.text.contains("groups red and blue"), o.text)
 }
 
-/// Tests with joined groups on one host.
-pub(super) fn single_host(s: &mut Suite<'_>) {
-    s.check("rules, two groups on one host with a secret of the two, and of their own", |lab| {
-        let (own, file, places) = three_groups(lab)?;
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::NETWORK]);
+    let abc = &Shared::new(abc);
+    t.test("rules, two groups on one host with a secret of the two, and of their own", || {
+        let (own, file, places) = three_groups()?;
         set_of(&own, &["red", "--secret", &make(&own, "red.secret")?])?;
         let path = make(&own, "pair.secret")?;
         set_of(&own, &["blue", "--with", "red", "--secret", &path])?;
@@ -273,17 +274,14 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
         refused(&["red", "--with", "no/name", "--secret", &path], "no group name")?;
         refused(&["red", "--with", "green", "--forget-old"], "groups red and green have no secret")
     });
-}
-
-/// Tests between two hosts.
-pub(super) fn between_hosts(s: &mut Suite<'_>) {
-    s.check("two hosts with a secret of two groups that a rule joins", |_| {
+    t.need_root("network namespaces need root");
+    t.test("two hosts with a secret of two groups that a rule joins", || {
         joined(&TwoHosts::start(Link { name: "j", ipv6: false, mtu: 1500, args: &[] })?)
     });
     for (what, name, ipv6, args) in
         [("over IPv6", "6", true, &[][..]), ("with --full-icrc", "f", false, &["--full-icrc"][..])]
     {
-        s.check(&format!("two hosts with a secret, {what}"), |_| {
+        t.test(format!("two hosts with a secret, {what}"), move || {
             let two = TwoHosts::start(Link { name, ipv6, mtu: 1500, args })?;
             two.give_secret("first")?;
             let there = idle(&two.labs[0], "a")?;
@@ -298,7 +296,7 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
             require(drops == [[0; 3]; 2], format!("dropped: {drops:?}"))
         });
     }
-    s.check("two hosts with a secret: programs, forged and repeated packets, new secrets, new workers", |_| {
+    t.test("two hosts with a secret: programs, forged and repeated packets, new secrets, new workers", || {
         let mut two = TwoHosts::start(Link { name: "k", ipv6: false, mtu: 1500, args: &[] })?;
         two.give_secret("first")?;
         programs(&two)?;
@@ -306,16 +304,15 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         rotated(&two)?;
         started_anew(&mut two)
     });
-    s.check("two hosts of which one has no secret: nothing passes, and both logs say why", |_| {
+    t.test("two hosts of which one has no secret: nothing passes, and both logs say why", || {
         let two = TwoHosts::start(Link { name: "o", ipv6: false, mtu: 1500, args: &[] })?;
         set(&two.labs[1], &make(&two.labs[1], "secret")?)?;
         let (server, client) = two.pair("timeout 5 ibv_ud_pingpong -g 0", "timeout 3 ibv_ud_pingpong -g 0 10.0.0.1")?;
         require(!server.ok() && !client.ok(), "frames passed")?;
         let rping = two.pair("timeout 6 rping -s -C 5", "timeout 5 rping -c -a 10.0.0.1 -C 5")?;
         require(!rping.1.ok(), rping.1.text)?;
-        let says = |lab: &Lab, text: &str| {
-            wait_until(|| lab.log().contains(text), text).map_err(|e| format!("{e}: {}", lab.log()))
-        };
+        let says =
+            |lab: &Lab, text: &str| soon(|| lab.log().contains(text), text).map_err(|e| format!("{e}: {}", lab.log()));
         says(&two.labs[1], "packets of group default come from 192.168.7.1 without the group's secret")?;
         says(&two.labs[0], "192.168.7.2 has a secret of group default and this host has none")?;
         let o = two.labs[1].unirdma(&["status"]);
@@ -323,7 +320,8 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         set(&two.labs[1], "none")?;
         both_end_well(two.pair("timeout 60 rping -s -C 5", "timeout 60 rping -c -a 10.0.0.1 -C 5 -V")?)
     });
-    s.check("wrong_input_secret", |lab| {
+    t.need_no_root();
+    t.on(abc, "wrong_input_secret", |lab| {
         let path = make(lab, "open.secret")?;
         let refused = |args: &[&str], why: &str| {
             let o = lab.unirdma(args);

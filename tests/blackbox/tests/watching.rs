@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 
-use super::*;
+use crate::support::*;
 
 /// Number of messages of a ping-pong in each direction, and bytes of each.
 const MESSAGES: f64 = 100.0;
@@ -47,8 +47,9 @@ fn becomes(lab: &Lab, address: &str, name: &str, is: f64) -> Check {
     Err(format!("{name} is {last:?} and not {is}"))
 }
 
-pub(super) fn run(s: &mut Suite<'_>) {
-    s.check("metrics: what was transferred, by vRNIC and group, while traffic runs and after it", |_| {
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::SANDBOX]);
+    t.test("metrics: what was transferred, by vRNIC and group, while traffic runs and after it", || {
         let address = free_address()?.to_string();
         let lab = Lab::start_in(None, None, &["--metrics", &address])?;
         lab.vrnic("a", &["--ip", "10.0.0.1"])?;
@@ -67,12 +68,11 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let sum = "unirdma_group_sent_bytes_total{group=\"default\",path=\"local\"}";
         becomes(&lab, &address, sum, 2.0 * MESSAGES * BYTES)?;
         // The number of bytes grows while a program runs.
-        let server = lab.spawn("a", &[], "ib_write_bw -D 3 -f 1")?;
-        std::thread::sleep(Duration::from_millis(500));
+        let server = serve(&lab, "a", "ib_write_bw -D 3 -f 1")?;
         let client = lab.spawn("b", &[], "ib_write_bw -D 3 -f 1 10.0.0.1")?;
         let sent = of("sent_bytes_total", "b", "local");
         let grew = || scrape(&lab, &address).and_then(|m| figure(&m, &sent)).is_ok_and(|n| n > 1e8);
-        wait_until(grew, "the metrics do not follow")?;
+        soon(grew, "the metrics do not follow")?;
         let o = lab.unirdma(&["top", "--json", "-d", "0.5", "--sort", "cpu"]);
         let top: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
         let rate = |i: usize, what: &str| top["vrnics"][i][what].as_f64().unwrap_or(-1.0);
@@ -91,7 +91,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         becomes(&lab, &address, "unirdma_worker_up{group=\"default\"}", 1.0)?;
         becomes(&lab, &address, sum, 0.0)
     });
-    s.check("metrics: fewer series than vRNICs", |_| {
+    t.test("metrics: fewer series than vRNICs", || {
         let address = free_address()?.to_string();
         let lab = Lab::start_in(None, None, &["--metrics", &address, "--metrics-vrnics", "1"])?;
         lab.vrnic("a", &[])?;
@@ -101,7 +101,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let ours = |v: &str| names.keys().filter(|n| n.contains(&format!("vrnic=\"{v}\""))).count();
         require(ours("a") > 30 && ours("b") == 0, format!("{} and {} series", ours("a"), ours("b")))
     });
-    s.check("wrong_input_metrics_at_an_address_that_is_taken", |_| {
+    t.test("wrong_input_metrics_at_an_address_that_is_taken", || {
         let taken = TcpListener::bind("127.0.0.1:0").map_err(|e| e.to_string())?;
         let address = taken.local_addr().map_err(|e| e.to_string())?.to_string();
         match Lab::start_in(None, None, &["--metrics", &address]) {
@@ -112,12 +112,9 @@ pub(super) fn run(s: &mut Suite<'_>) {
             }
         }
     });
-    top(s);
-}
-
-/// A transfer between two hosts is counted as network traffic.
-pub(super) fn between_hosts(s: &mut Suite<'_>) {
-    s.check("two hosts, metrics: what went over the network", |_| {
+    top(t);
+    t.need_root("network namespaces need root");
+    t.test("two hosts, metrics: what went over the network", || {
         let two = TwoHosts::start(Link { name: "o", ipv6: false, mtu: 9000, args: &["--metrics", "0.0.0.0:9751"] })?;
         let p = format!("ibv_rc_pingpong -g 0 -s {BYTES} -n {MESSAGES}");
         both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?)?;
@@ -134,8 +131,10 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
     });
 }
 
-fn top(s: &mut Suite<'_>) {
-    s.check("top --once: a table of one interval", |lab| {
+/// `unirdma top`.
+fn top(t: &mut Tests) {
+    let abc = &Shared::new(abc);
+    t.on(abc, "top --once: a table of one interval", |lab| {
         let o = lab.unirdma(&["top", "--once", "-d", "0.2", "--sort", "name", "--filter", "other"]);
         let words: Vec<&str> = o.text.split_whitespace().collect();
         let heads = ["VRNIC", "GROUP", "SENT", "RECEIVED", "SENDS", "RECVS", "ERRORS", "CPU", "QPS", "MRS"];
@@ -148,7 +147,7 @@ fn top(s: &mut Suite<'_>) {
         ("SIGTERM", "sleep 3", "timeout --foreground -s TERM 1 $U top -d 0.2", "124"),
     ];
     for (name, keys, command, code) in ways {
-        s.check(&format!("top: a terminal is as it was after {name}"), |lab| {
+        t.on(abc, format!("top: a terminal is as it was after {name}"), move |lab| {
             let inner = format!("stty -g >$LAB/tty; {command}; echo code $?; stty -g | cmp - $LAB/tty && echo same");
             let o = lab.shell(&format!("({keys}) | script -qec {} /dev/null | tr -d '\\r'", shell_word(&inner)));
             let (shown, after) =
@@ -157,5 +156,5 @@ fn top(s: &mut Suite<'_>) {
             require(table && after == format!("code {code}\nsame\n"), &o.text)
         });
     }
-    s.check("wrong_input_top_without_a_terminal", |lab| refused(&lab.unirdma(&["top"]), "needs a terminal; --once"));
+    t.on(abc, "wrong_input_top_without_a_terminal", |lab| refused(&lab.unirdma(&["top"]), "needs a terminal; --once"));
 }

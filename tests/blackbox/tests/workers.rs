@@ -2,24 +2,23 @@
 
 use std::path::Path;
 
-use super::*;
+use std::process::Command;
+
+use crate::support::*;
 
 /// Programs that exchange and check data between two containers of a group until this is dropped.
 struct Checked {
-    server: harness::Running,
-    client: harness::Running,
+    server: Running,
+    client: Running,
 }
 
 impl Checked {
     fn start(server: (&Lab, &str), client: (&Lab, &str), address: &str) -> Result<Checked> {
         let (on, vrnic) = server;
-        let server = on.spawn(vrnic, &[], "rping -s -V -S 4000 -C 100000000")?;
-        wait_until(|| on.rdma_listens(vrnic), "the server does not listen")
-            .map_err(|e| format!("{e}: {}", server.text()))?;
+        let server = serve(on, vrnic, "rping -s -V -S 4000 -C 100000000")?;
         let client = client.0.spawn(client.1, &[], &format!("rping -c -V -S 4000 -C 100000000 -a {address}"))?;
         let mut checked = Checked { server, client };
-        // The programs transfer data by now.
-        std::thread::sleep(Duration::from_millis(500));
+        goes_on(on, vrnic)?;
         checked.goes_on().map(|()| checked)
     }
 
@@ -53,8 +52,7 @@ fn runs(pid: i32) -> bool {
 
 /// Process ID of a lab's keeper.
 fn keeper(lab: &Lab) -> Result<i32> {
-    let o =
-        std::process::Command::new("pgrep").args(["-f", "^unirdma keeper$", "-P"]).arg(lab.pid().to_string()).output();
+    let o = Command::new("pgrep").args(["-f", "^unirdma keeper$", "-P"]).arg(lab.pid().to_string()).output();
     let o = o.map_err(|e| e.to_string())?;
     String::from_utf8_lossy(&o.stdout).trim().parse().map_err(|_| "there is no keeper".into())
 }
@@ -95,11 +93,11 @@ fn works(lab: &Lab) -> Check {
 
 /// Waits until the worker of a group is another process than this one.
 fn wait_for_another(lab: &Lab, group: &str, pid: i32) -> Check {
-    wait_until(|| lab.worker(group).is_ok_and(|w| w.0 != pid), "there is no new worker")
+    soon(|| lab.worker(group).is_ok_and(|w| w.0 != pid), "there is no new worker")
 }
 
 /// Kills the worker of a group and waits for its successor.
-pub(super) fn kill_worker(lab: &Lab, group: &str) -> Check {
+pub(crate) fn kill_worker(lab: &Lab, group: &str) -> Check {
     let (pid, _) = lab.worker(group)?;
     signal(pid, libc::SIGKILL)?;
     wait_for_another(lab, group, pid)
@@ -128,21 +126,23 @@ fn killed_50_times(user: Option<u32>) -> Check {
     works(&lab)
 }
 
-pub(super) fn workers(s: &mut Suite<'_>) {
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::SANDBOX]);
+    let abc = &Shared::new(abc);
     let user = Some(own_user());
-    s.check("workers: one is killed 50 times, and another group's data goes on", |_| killed_50_times(None));
-    s.check("workers: one of an ordinary user is killed 50 times", |_| killed_50_times(user));
-    s.check("workers: programs of a killed one get IBV_EVENT_DEVICE_FATAL", |_| {
+    t.test("workers: one is killed 50 times, and another group's data goes on", || killed_50_times(None));
+    t.test("workers: one of an ordinary user is killed 50 times", move || killed_50_times(user));
+    t.test("workers: programs of a killed one get IBV_EVENT_DEVICE_FATAL", move || {
         let lab = two_groups(user)?;
         let watch = lab.spawn("a", &[], "timeout 20 ibv_asyncwatch")?;
         let other = lab.spawn("c", &[], "timeout 20 ibv_asyncwatch")?;
-        wait_until(|| lab.unirdma(&["status"]).text.contains(", 2 programs"), "no programs")?;
+        soon(|| lab.unirdma(&["status"]).text.contains(", 2 programs"), "no programs")?;
         kill_worker(&lab, "default")?;
         wait_for(&watch, "IBV_EVENT_DEVICE_FATAL")?;
         require(!other.text().contains("FATAL"), other.text())?;
         works(&lab)
     });
-    s.check("workers: one that hangs is ended, and keeps nobody else waiting", |_| {
+    t.test("workers: one that hangs is ended, and keeps nobody else waiting", move || {
         let lab = two_groups(user)?;
         let (pid, _) = lab.worker("blue")?;
         signal(pid, libc::SIGSTOP)?;
@@ -157,13 +157,13 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         let o = lab.unirdma(&["vrnic", "show", "c"]);
         require(o.ok(), o.text)
     });
-    s.check("workers: a supervisor that a signal ends says which, and whose", |_| {
+    t.test("workers: a supervisor that a signal ends says which, and whose", || {
         let mut lab = Lab::start(None)?;
         lab.stop_host();
         let said = format!("unirdma: ends by SIGTERM from process {} (", std::process::id());
         require(lab.log().contains(&said), lab.log())
     });
-    s.check("workers: a supervisor is killed, and the next one takes over", |_| {
+    t.test("workers: a supervisor is killed, and the next one takes over", move || {
         let mut lab = two_groups(user)?;
         require(lab.unirdma(&["vrnic", "set", "a", "--weight", "70"]).ok(), "no weight")?;
         require(lab.unirdma(&["vrnic", "ip", "add", "a", "fd00::7/64"]).ok(), "no address")?;
@@ -187,7 +187,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         data.end()?;
         // A container that ends releases its vRNIC, although the supervisor that started it has ended.
         let free = || lab.unirdma(&["run", "--vrnic", "c", "--", "true"]).ok();
-        wait_until(free, "the vRNIC is not free again")?;
+        soon(free, "the vRNIC is not free again")?;
         // A worker that dies while there is no supervisor is replaced, too.
         let (pid, _) = lab.worker("default")?;
         lab.kill_host();
@@ -199,7 +199,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         let left: Vec<i32> = before.iter().map(|w| w.1).filter(|&p| runs(p)).collect();
         require(left.is_empty(), format!("workers are left: {left:?}"))
     });
-    s.check("workers: the weight of a group is that of its worker's cgroup, also of its next one", |_| {
+    t.test("workers: the weight of a group is that of its worker's cgroup, also of its next one", || {
         // Group weights apply only to pollers on dedicated cores.
         let mut lab = Lab::start_in(None, None, &["--polling", "dedicated"])?;
         let o = lab.unirdma(&["group", "add", "blue", "--weight", "300"]);
@@ -235,12 +235,12 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         shown(&lab, 50)?;
         in_force(&lab, 50)
     });
-    s.check("workers: a keeper is killed, and the next one knows all", |_| {
+    t.test("workers: a keeper is killed, and the next one knows all", move || {
         let mut lab = two_groups(user)?;
         let before = lab.workers()?;
         let pid = keeper(&lab)?;
         signal(pid, libc::SIGKILL)?;
-        wait_until(|| keeper(&lab).is_ok_and(|p| p != pid), "there is no new keeper")?;
+        soon(|| keeper(&lab).is_ok_and(|p| p != pid), "there is no new keeper")?;
         lab.vrnic("z", &["--ip", "10.0.0.9"])?;
         lab.kill_host();
         lab.start_again()?;
@@ -248,67 +248,59 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         refused(&lab.unirdma(&["vrnic", "add", "z"]), "exists already")?;
         works(&lab)
     });
-    if harness::uid() == 0 {
-        s.check("workers: supervisors of two hosts are killed and come again, and data between them goes on", |_| {
-            let mut two = TwoHosts::start(Link { name: "w", ipv6: false, mtu: 1500, args: &[] })?;
-            let mut data = Checked::start((&two.labs[0], "a"), (&two.labs[1], "b"), "10.0.0.1")?;
-            for host in [0, 1] {
-                let before = two.labs[host].workers()?;
-                two.labs[host].kill_host();
-                std::thread::sleep(Duration::from_millis(200));
-                two.labs[host].start_again()?;
-                require(two.labs[host].workers()? == before, format!("{before:?}"))?;
-                data.goes_on()?;
-            }
-            // Groups are added and removed afterwards, each with sockets of its own.
-            for lab in &two.labs {
-                require(lab.unirdma(&["group", "add", "late"]).ok(), "no group")?;
-            }
+    t.need_root("only root can make network namespaces, and workers of another user");
+    t.test("workers: supervisors of two hosts are killed and come again, and data between them goes on", || {
+        let mut two = TwoHosts::start(Link { name: "w", ipv6: false, mtu: 1500, args: &[] })?;
+        let mut data = Checked::start((&two.labs[0], "a"), (&two.labs[1], "b"), "10.0.0.1")?;
+        for host in [0, 1] {
+            let before = two.labs[host].workers()?;
+            two.labs[host].kill_host();
+            std::thread::sleep(Duration::from_millis(200));
+            two.labs[host].start_again()?;
+            require(two.labs[host].workers()? == before, format!("{before:?}"))?;
             data.goes_on()?;
-            kill_worker(&two.labs[0], "default")?;
-            data.client.kill();
-            data.server.kill();
-            data.client.finish();
-            data.server.finish();
-            let p = "timeout 30 ib_write_bw -n 500";
-            both_end_well(two.pair(p, &format!("{p} 10.0.0.1"))?)
-        });
-        s.check(
-            "workers: as root they run as another user, without a capability, and filters hold each thread",
-            |_| {
-                let lab = Lab::start(None)?;
-                let (pid, _) = lab.worker("default")?;
-                for task in Path::new(&format!("/proc/{pid}/task")).read_dir().map_err(|e| e.to_string())?.flatten() {
-                    let status = std::fs::read_to_string(task.path().join("status")).map_err(|e| e.to_string())?;
-                    let is = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_default().trim();
-                    let uid = is("Uid:").split_whitespace().next() != Some("0");
-                    let held = ["CapEff:", "CapPrm:", "CapBnd:"].iter().all(|c| is(c).bytes().all(|b| b == b'0'));
-                    // One filter of the whole process, one of the thread.
-                    let filters = is("Seccomp_filters:").parse::<u32>().unwrap_or(2) >= 2 && is("Seccomp:") == "2";
-                    require(uid && held && filters && is("NoNewPrivs:") == "1", status.clone())?;
-                }
-                Ok(())
-            },
-        );
-    } else {
-        println!("skipped: two hosts whose supervisors are killed, workers of root (only root can)");
-    }
-    s.check("wrong_input_a_worker_by_hand", |lab| {
+        }
+        // Groups are added and removed afterwards, each with sockets of its own.
+        for lab in &two.labs {
+            require(lab.unirdma(&["group", "add", "late"]).ok(), "no group")?;
+        }
+        data.goes_on()?;
+        kill_worker(&two.labs[0], "default")?;
+        data.client.kill();
+        data.server.kill();
+        data.client.finish();
+        data.server.finish();
+        let p = "timeout 30 ib_write_bw -n 500";
+        both_end_well(two.pair(p, &format!("{p} 10.0.0.1"))?)
+    });
+    t.test("workers: as root they run as another user, without a capability, and filters hold each thread", || {
+        let lab = Lab::start(None)?;
+        let (pid, _) = lab.worker("default")?;
+        for task in Path::new(&format!("/proc/{pid}/task")).read_dir().map_err(|e| e.to_string())?.flatten() {
+            let status = std::fs::read_to_string(task.path().join("status")).map_err(|e| e.to_string())?;
+            let is = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_default().trim();
+            let uid = is("Uid:").split_whitespace().next() != Some("0");
+            let held = ["CapEff:", "CapPrm:", "CapBnd:"].iter().all(|c| is(c).bytes().all(|b| b == b'0'));
+            // One filter of the whole process, one of the thread.
+            let filters = is("Seccomp_filters:").parse::<u32>().unwrap_or(2) >= 2 && is("Seccomp:") == "2";
+            require(uid && held && filters && is("NoNewPrivs:") == "1", status.clone())?;
+        }
+        Ok(())
+    });
+    t.need_no_root();
+    t.on(abc, "wrong_input_a_worker_by_hand", |lab| {
         refused(&lab.unirdma(&["worker", "x"]), "what `unirdma host` starts")?;
         refused(&lab.unirdma(&["keeper"]), "what `unirdma host` starts")
     });
-    s.check("wrong_input_an_unknown_user_for_workers", |lab| {
-        let mut c = std::process::Command::new(harness::unirdma());
+    t.on(abc, "wrong_input_an_unknown_user_for_workers", |lab| {
+        let mut c = Command::new(harness::unirdma());
         c.arg("--dir").arg(lab.dir.join("other")).args(["host", "--user", "nobody-at-all"]);
         let o = c.output().map_err(|e| e.to_string())?;
         let o = Output { code: o.status.code(), text: String::from_utf8_lossy(&o.stderr).into_owned() };
         refused(&o, if harness::uid() == 0 { "there is no user" } else { "only root can" })
     });
-}
-
-/// Tests with a full disk, in a mount namespace of its own.
-pub(super) fn full_disk(s: &mut Suite<'_>) {
-    s.check("wrong_input_a_full_disk", |lab| {
+    // In a mount namespace of its own.
+    t.on(abc, "wrong_input_a_full_disk", |lab| {
         let script = "mkdir -p $LAB/small; exec unshare -rm sh -c 'mount -t tmpfs -o nr_inodes=40 none $LAB/small; \
              D=\"${U%% *} --dir $LAB/small\"; $D host 2> /dev/null & P=$!; until $D status > /dev/null 2>&1; do sleep 0.05; done; \
              i=0; while touch $LAB/small/f$i 2> /dev/null; do i=$((i + 1)); done; \

@@ -4,11 +4,10 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use harness::{Output, Result, require};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 
 use super::{Process, free_ports, wait_until};
-use crate::Result;
-use crate::harness::{Output, require};
 
 /// The user of the centres, who may use only [`PREFIX`], and the password.
 const USER: &str = "unirdma";
@@ -33,7 +32,7 @@ impl Member {
 }
 
 /// An etcd of its own.
-pub(crate) struct Etcd {
+pub struct Etcd {
     dir: PathBuf,
     members: Vec<Member>,
     /// Clients need a certificate and a password.

@@ -12,12 +12,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+pub use etcd::Etcd;
+use harness::{Lab, Output, Result, require};
+pub use moved::run as move_to_etcd;
 use serde_json::Value;
-
-use crate::Result;
-use crate::harness::{self, Lab, Output, require};
-pub(crate) use etcd::Etcd;
-pub(crate) use moved::run as move_to_etcd;
 
 /// Longest time for the election of a centre, and for recovery.
 const RECOVERY: Duration = Duration::from_secs(30);
@@ -56,7 +54,7 @@ fn wait_until(is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
 }
 
 /// A fleet with two centres on one etcd, and a host that is connected to the first one.
-pub(crate) struct Centres {
+pub struct Centres {
     etcd: Etcd,
     dir: PathBuf,
     urls: [String; 2],
@@ -283,7 +281,7 @@ fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
 ///
 /// # Errors
 /// The first check that fails.
-pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
+pub fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
     let mut c = Centres::prepare(Etcd::start, true)?;
     c.start()?;
     let state = c.dir.join("h1");

@@ -4,16 +4,16 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use harness::{Lab, Output, Result, require};
+
 use super::etcd::PASSWORD;
 use super::{Centres, Etcd, refused, wait_until};
-use crate::Result;
-use crate::harness::{self, Lab, Output, require};
 
 /// Moves the fleet, then kills each member of etcd in turn.
 ///
 /// # Errors
 /// The first check that fails.
-pub(crate) fn run() -> Result<()> {
+pub fn run() -> Result<()> {
     let mut c = Centres::prepare(Etcd::start_secured, false)?;
     c.start_centre_on(0, &[])?;
     let token = c.join_token(0)?;

@@ -5,39 +5,58 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt, parent_id};
 use std::process::{Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::mpsc::unbounded_channel;
 
-use crate::harness;
+use crate::Result;
 
-/// Environment variable that is set in the child that does the work, and in its descendants.
-const WORKS: &str = "UNIRDMA_XTASK_WORKS";
+/// Environment variable that is set in the child that does the work, to the pid of the process that waits for it.
+/// Descendants inherit it, and are no children of that process.
+const WAITS: &str = "UNIRDMA_TEST_WAITS";
 /// Longest time for programs to end after SIGTERM. A virtual layer removes its interfaces and ends its workers
 /// meanwhile.
 const LIMIT: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 
+/// Does `work` in a child of this process, and returns the child's exit code. Everything that the work starts ends with
+/// it. `name` begins the line that says which signal ended it.
+pub fn guarded(name: &str, work: impl FnOnce() -> ExitCode) -> ExitCode {
+    match watch(name) {
+        Ok(None) => work(),
+        Ok(Some(code)) => code,
+        Err(e) => {
+            eprintln!("{name}: cannot start itself again, to end what it starts: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The exit code of a command. Its error is printed, after the name of the program.
+pub fn exit_code(name: &str, done: Result<()>) -> ExitCode {
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("{name}: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 /// Starts a child that does the work of this process, and waits for it. Returns the child's exit code. Returns `None`
 /// in the child itself, which then does the work.
-///
-/// # Errors
-/// If the child cannot be started.
-pub(crate) fn watch() -> io::Result<Option<ExitCode>> {
-    if std::env::var_os(WORKS).is_some() {
+fn watch(name: &str) -> io::Result<Option<ExitCode>> {
+    if std::env::var(WAITS).is_ok_and(|pid| pid == parent_id().to_string()) {
         return Ok(None);
     }
     set_child_subreaper(Some(getpid()))?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (child, status) = runtime.block_on(work())?;
+    let (child, status) = work()?;
     if let Some(by) = status.signal() {
         let count = end_descendants();
         remove_traces(child);
-        eprintln!("xtask: ended by signal {by}; {count} processes that it had started were ended, too");
+        eprintln!("{name}: ended by signal {by}; {count} processes that it had started were ended, too");
         return Ok(Some(ExitCode::from(128u8.wrapping_add(by as u8))));
     }
     Ok(Some(ExitCode::from(status.code().unwrap_or(1) as u8)))
@@ -45,29 +64,58 @@ pub(crate) fn watch() -> io::Result<Option<ExitCode>> {
 
 /// Starts the child and waits for its end. Returns its pid and its exit status. Termination signals are forwarded to
 /// the child.
-async fn work() -> io::Result<(Pid, ExitStatus)> {
-    let mut ends = signal(SignalKind::child())?;
-    let (tell, mut told) = unbounded_channel();
-    for ask in [Signal::INT, Signal::TERM, Signal::HUP].into_iter().filter(|&s| !is_ignored(s)) {
-        let (mut asked, tell) = (signal(SignalKind::from_raw(ask.as_raw()))?, tell.clone());
-        tokio::spawn(async move {
-            while asked.recv().await.is_some() {
-                let _ = tell.send(ask);
-            }
-        });
-    }
-    let child = Command::new(std::env::current_exe()?).args(std::env::args_os().skip(1)).env(WORKS, "1").spawn()?;
-    let child = Pid::from_child(&child);
+fn work() -> io::Result<(Pid, ExitStatus)> {
+    let asks = [Signal::INT, Signal::TERM, Signal::HUP].into_iter().filter(|&s| !is_ignored(s));
+    let signals = SignalSet::of(asks.chain([Signal::CHILD]));
+    signals.mask(libc::SIG_BLOCK)?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(std::env::args_os().skip(1)).env(WAITS, std::process::id().to_string());
+    // SAFETY: the closure makes one system call and touches no memory but its own.
+    unsafe { command.pre_exec(move || signals.mask(libc::SIG_UNBLOCK)) };
+    let child = Pid::from_child(&command.spawn()?);
     loop {
-        tokio::select! {
-            _ = ends.recv() => {
+        match signals.wait()? {
+            Signal::CHILD => {
                 if let Some(status) = reap(child) {
                     return Ok((child, status));
                 }
             }
-            Some(ask) = told.recv() => {
-                let _ = kill_process(child, ask);
-            }
+            ask => _ = kill_process(child, ask),
+        }
+    }
+}
+
+/// Signals that a thread waits for instead of handling them.
+#[derive(Clone, Copy)]
+struct SignalSet(libc::sigset_t);
+
+impl SignalSet {
+    fn of(signals: impl Iterator<Item = Signal>) -> SignalSet {
+        let mut set = std::mem::MaybeUninit::uninit();
+        // SAFETY: sigemptyset(3) initializes the set; the numbers are those of signals.
+        unsafe {
+            libc::sigemptyset(set.as_mut_ptr());
+            signals.for_each(|s| _ = libc::sigaddset(set.as_mut_ptr(), s.as_raw()));
+            SignalSet(set.assume_init())
+        }
+    }
+
+    /// Blocks or unblocks the signals in this thread.
+    fn mask(&self, how: libc::c_int) -> io::Result<()> {
+        // SAFETY: the set is initialized, and the former mask is not asked for.
+        match unsafe { libc::pthread_sigmask(how, &self.0, std::ptr::null_mut()) } {
+            0 => Ok(()),
+            e => Err(io::Error::from_raw_os_error(e)),
+        }
+    }
+
+    /// Waits for one of the signals, which must be blocked.
+    fn wait(&self) -> io::Result<Signal> {
+        let mut signal = 0;
+        // SAFETY: both arguments are valid for the call.
+        match unsafe { libc::sigwait(&self.0, &mut signal) } {
+            0 => Signal::from_named_raw(signal).ok_or_else(|| io::Error::other("a signal without a name")),
+            e => Err(io::Error::from_raw_os_error(e)),
         }
     }
 }
@@ -139,7 +187,7 @@ fn remove_traces(of: Pid) {
             .collect::<Vec<_>>()
     };
     for netns in named("/run/netns".as_ref()) {
-        let _ = harness::ip(&format!("netns del {netns}"));
+        let _ = crate::ip(&format!("netns del {netns}"));
     }
     let temporary = std::env::temp_dir();
     for name in named(&temporary) {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::fleet::{Fleet, address};
-use crate::{Result, harness, packages};
+use crate::{Result, packages};
 
 /// Number of pairs that are tried at the same time.
 const AT_ONCE: usize = 6;
@@ -67,7 +67,7 @@ fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<
             "64",
         ]);
         c.args(["-p", &port.to_string()]).args(to);
-        c.env("LD_LIBRARY_PATH", harness::unirdma().with_file_name("dropin"));
+        c.env("LD_LIBRARY_PATH", crate::unirdma().with_file_name("dropin"));
         c.env("UNIRDMA_DIR", fleet.labs[v.host].socket(&v.name).with_file_name(""));
         c.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         c.spawn().map_err(|e| format!("ibv_rc_pingpong: {e}"))
@@ -76,10 +76,10 @@ fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<
     let mut ended = false;
     let is_over = || {
         ended = s.try_wait().is_ok_and(|e| e.is_some());
-        ended || harness::listens(s.id())
+        ended || crate::listens(s.id())
     };
-    let listens = harness::wait_until(PATIENCE, is_over, &format!("the server of {} does not listen", server.name));
-    let listens = listens.and_then(|()| harness::require(!ended, format!("the server of {} has ended", server.name)));
+    let listens = crate::wait_until(PATIENCE, is_over, &format!("the server of {} does not listen", server.name));
+    let listens = listens.and_then(|()| crate::require(!ended, format!("the server of {} has ended", server.name)));
     if listens.is_err() {
         let _ = s.kill();
         let _ = s.wait();
@@ -88,7 +88,7 @@ fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<
     let client = run(client, Some(&address(server.host)))?.wait().map_err(|e| e.to_string())?;
     if !client.success() {
         // timeout(1) ends its program, too.
-        harness::terminate(&s);
+        crate::terminate(&s);
     }
     let server = s.wait().map_err(|e| e.to_string())?;
     Ok(client.success() && server.success())
@@ -225,7 +225,7 @@ fn move_one(fleet: &Fleet, vrnics: &mut [Vrnic]) -> Result<()> {
 ///
 /// # Errors
 /// The first result that contradicts the rules.
-pub(crate) fn check(hosts: usize) -> Result<()> {
+pub fn check(hosts: usize) -> Result<()> {
     let started = Instant::now();
     let mut fleet = Fleet::start(hosts)?;
     let mut vrnics = vrnics(hosts);
@@ -242,7 +242,7 @@ pub(crate) fn check(hosts: usize) -> Result<()> {
     until(&fleet, a, b, true)?;
     for (host, lab) in fleet.labs.iter().enumerate() {
         let sealed = || SEALED.iter().all(|line| lab.unirdma(&["status"]).text.contains(line));
-        harness::wait_until(PATIENCE, sealed, &format!("host {host} does not seal by the centre's secrets"))?;
+        crate::wait_until(PATIENCE, sealed, &format!("host {host} does not seal by the centre's secrets"))?;
     }
     check_matrix(&fleet, &vrnics, "by the rules", &allowed(&vrnics, |_, green| green != "green3"))?;
 
@@ -262,9 +262,9 @@ pub(crate) fn check(hosts: usize) -> Result<()> {
 ///
 /// # Errors
 /// The first result that contradicts the rules.
-pub(crate) fn run(hosts: usize) -> Result<()> {
+pub fn run(hosts: usize) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
-    harness::build()?;
+    crate::build()?;
     check(hosts)
 }

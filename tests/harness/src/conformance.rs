@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::Result;
-use crate::harness::{self, Lab};
 use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
+use crate::{Lab, Result, reruns};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
@@ -58,8 +57,7 @@ const GUESTS: &str = "## In a virtual machine";
 
 /// The reasons for skips that `docs/conformance.md` allows: general ones, and for guests also those in their part.
 fn known_reasons(guest: bool) -> Result<Vec<String>> {
-    let text =
-        fs::read_to_string(harness::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
+    let text = fs::read_to_string(crate::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
     let part = if guest { &text } else { text.split(GUESTS).next().unwrap_or_default() };
     let reasons = part.lines().filter_map(|l| l.strip_prefix("| `")).filter_map(|l| l.split('`').next());
     Ok(reasons.map(String::from).collect())
@@ -103,7 +101,7 @@ fn judge(text: &str, at_least: usize, guest: bool) -> Result<()> {
 ///
 /// # Errors
 /// Tests that failed, or were skipped without a known reason.
-pub(crate) fn debian_12(lab: &Lab) -> Result<()> {
+pub fn debian_12(lab: &Lab) -> Result<()> {
     let _pages = HugePages::reserve();
     let dir = lab.dir.join("pyverbs");
     fs::create_dir_all(&dir).map_err(failed("pyverbs"))?;
@@ -133,7 +131,7 @@ fn give_time(file: &str) -> Result<()> {
 
 /// The programs of Debian 13, in a directory of their own.
 fn root_of_debian_13() -> Result<PathBuf> {
-    let root = harness::root().join("target/trixie");
+    let root = crate::root().join("target/trixie");
     if root.join("usr/bin/rdma").exists() {
         return Ok(root);
     }
@@ -165,7 +163,7 @@ fn root_of_debian_13() -> Result<PathBuf> {
 ///
 /// # Errors
 /// Tests that failed, or were skipped without a known reason.
-pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
+pub fn debian_13(lab: &Lab) -> Result<()> {
     let _pages = HugePages::reserve();
     let root = root_of_debian_13()?;
     let dir = root.join("t");
@@ -188,10 +186,6 @@ const RUN_RXE: &str = "tests/run_tests.py --dev rxe0 -v";
 const KERNEL_OF_DEBIAN_13: &str = "6.12";
 /// Least number of tests that must pass in a guest, with the older version of the tests.
 const LEAST_IN_GUEST: usize = 104;
-/// Number of tests that may fail there in the common run, if they pass in a run of their own within this number of
-/// further tries.
-const MAY_FAIL: usize = 2;
-const MORE_TRIES: usize = 3;
 /// Longest time for all tests in a guest with emulated processors.
 const IN_GUEST: Duration = Duration::from_secs(3600);
 /// Parts of Python that the tests do not need.
@@ -255,7 +249,7 @@ fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
     lab.vrnic("guest", &["--ip", "10.0.0.1"])?;
     let guest = Guest::start(&lab, system, "guest", &Plan::default())?;
     let keep = |device: &str, text: &str| {
-        let file = harness::root().join(format!("target/conformance-{}-{device}.txt", system.name));
+        let file = crate::root().join(format!("target/conformance-{}-{device}.txt", system.name));
         println!("kernel {}, {device}: {}", system.name, file.display());
         fs::write(file, text).map_err(failed("what the tests print"))
     };
@@ -280,16 +274,10 @@ fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
 fn judge_in(guest: &Guest, text: &str, at_least: usize) -> Result<()> {
     let failed = failed_tests(text);
     let names: String = failed.iter().map(|f| format!(" -k {f}")).collect();
-    let mut judged = judge(text, at_least, true);
-    // Some tests assume that posted requests complete at once, which is not always so with emulated processors.
-    for _ in 0..MORE_TRIES {
-        if judged.is_ok() || !(1..=MAY_FAIL).contains(&failed.len()) {
-            break;
-        }
+    reruns::of_emulated(failed.len(), judge(text, at_least, true), || {
         println!("again:{names}");
-        judged = judge(&run_in(guest, &format!("exec python3 {RUN}{names}"))?, failed.len(), true);
-    }
-    judged
+        judge(&run_in(guest, &format!("exec python3 {RUN}{names}"))?, failed.len(), true)
+    })
 }
 
 /// The names of the tests that failed.
@@ -302,7 +290,7 @@ fn failed_tests(text: &str) -> Vec<&str> {
 ///
 /// # Errors
 /// Tests that failed, or were skipped without a known reason.
-pub(crate) fn in_a_guest(kernel: Option<&str>) -> Result<()> {
+pub fn in_a_guest(kernel: Option<&str>) -> Result<()> {
     let systems = Systems::make_with(Some(kernel.unwrap_or(KERNEL_OF_DEBIAN_13)), &add_tests)?;
     in_guest(systems.all.first().ok_or("no kernel")?, None, false)
 }
@@ -311,7 +299,7 @@ pub(crate) fn in_a_guest(kernel: Option<&str>) -> Result<()> {
 ///
 /// # Errors
 /// Tests that failed on the vRNIC, or were skipped without a known reason.
-pub(crate) fn in_guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
+pub fn in_guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
     crate::vm::prepare()?;
     let systems = Systems::make_with(kernel, &add_tests)?;
     systems.all.iter().try_for_each(|s| in_guest(s, only, only.is_none()))

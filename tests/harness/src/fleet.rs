@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use crate::Result;
-use crate::harness::{self, Lab};
+use crate::{Lab, Result};
 
 /// Address and port of the centre.
 const CENTRE: &str = "192.168.8.1";
@@ -14,7 +13,7 @@ const PORT: u16 = 7443;
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// The address of a host, by its number from 0.
-pub(crate) fn address(host: usize) -> String {
+pub fn address(host: usize) -> String {
     format!("192.168.8.{}", host + 11)
 }
 
@@ -31,7 +30,8 @@ fn addresses(host: usize) -> Vec<String> {
 
 /// Network namespaces joined by a bridge, a centre, and the hosts h0, h1 and so on that have joined it. Dropping this
 /// value ends them.
-pub(crate) struct Fleet {
+pub struct Fleet {
+    /// The virtual layers of the hosts.
     pub labs: Vec<Lab>,
     /// The namespaces of the hosts.
     pub netns: Vec<String>,
@@ -46,7 +46,7 @@ impl Fleet {
     /// # Errors
     /// The step that failed.
     pub fn start(hosts: usize) -> Result<Fleet> {
-        if harness::uid() != 0 {
+        if crate::uid() != 0 {
             return Err("network namespaces need root: run this as root".into());
         }
         let name = |what: &str| format!("ur{}-{what}", std::process::id());
@@ -55,11 +55,11 @@ impl Fleet {
         std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
         let mut fleet = Fleet { labs: Vec::new(), netns: Vec::new(), centre: None, dir, hub: name("hub") };
         let hub = fleet.hub.clone();
-        harness::ip(&format!("netns add {hub}"))?;
+        crate::ip(&format!("netns add {hub}"))?;
         for words in ["link add br0 type bridge", "link set br0 up", "link set lo up"] {
-            harness::ip(&format!("-n {hub} {words}"))?;
+            crate::ip(&format!("-n {hub} {words}"))?;
         }
-        harness::ip(&format!("-n {hub} addr add {CENTRE}/24 dev br0"))?;
+        crate::ip(&format!("-n {hub} addr add {CENTRE}/24 dev br0"))?;
         let url = format!("https://{CENTRE}:{PORT}");
         fleet.unirdma(&["control", "init", "centre", "--url", &url])?;
         fleet.start_centre()?;
@@ -70,17 +70,17 @@ impl Fleet {
     }
 
     fn add_host(&mut self, netns: &str, host: usize, url: &str) -> Result<()> {
-        harness::ip(&format!("netns add {netns}"))?;
+        crate::ip(&format!("netns add {netns}"))?;
         self.netns.push(netns.into());
         let hub = &self.hub;
-        harness::ip(&format!("link add veth0 netns {netns} type veth peer name h{host} netns {hub}"))?;
-        harness::ip(&format!("-n {hub} link set h{host} master br0 up"))?;
+        crate::ip(&format!("link add veth0 netns {netns} type veth peer name h{host} netns {hub}"))?;
+        crate::ip(&format!("-n {hub} link set h{host} master br0 up"))?;
         for a in addresses(host) {
             let rest = if a.contains(':') { "/64 dev veth0 nodad" } else { "/24 dev veth0" };
-            harness::ip(&format!("-n {netns} addr add {a}{rest}"))?;
+            crate::ip(&format!("-n {netns} addr add {a}{rest}"))?;
         }
-        harness::ip(&format!("-n {netns} link set lo up"))?;
-        harness::ip(&format!("-n {netns} link set veth0 up"))?;
+        crate::ip(&format!("-n {netns} link set lo up"))?;
+        crate::ip(&format!("-n {netns} link set veth0 up"))?;
         let name = format!("h{host}");
         let token = self.unirdma(&["token", "create", "--role", "join", "--host", &name])?;
         let (own, state) = (addresses(host), self.dir.join(format!("state{host}")).display().to_string());
@@ -93,7 +93,7 @@ impl Fleet {
     /// An `unirdma` command in the namespace of the centre, as an administrator of the fleet.
     fn command(&self, args: &[&str]) -> Command {
         let mut c = Command::new("ip");
-        c.args(["netns", "exec", &self.hub]).arg(harness::unirdma()).args(args);
+        c.args(["netns", "exec", &self.hub]).arg(crate::unirdma()).args(args);
         c.env("HOME", &self.dir).env_remove("XDG_CONFIG_HOME");
         c.env_remove("UNIRDMA_TOKEN").env_remove("UNIRDMA_CENTRE").env_remove("UNIRDMA_AUTHORITY");
         c.stdin(Stdio::null()).current_dir(&self.dir);
@@ -121,7 +121,7 @@ impl Fleet {
         let log = std::fs::File::options().append(true).create(true).open(&path).map_err(|e| e.to_string())?;
         let mut c = self.command(&["control", "run", "centre", "--listen", &format!("{CENTRE}:{PORT}")]);
         self.centre = Some(c.stderr(log).stdout(Stdio::null()).spawn().map_err(|e| e.to_string())?);
-        harness::wait_until(LIMIT, || self.unirdma(&["control", "status"]).is_ok(), "the centre did not start")
+        crate::wait_until(LIMIT, || self.unirdma(&["control", "status"]).is_ok(), "the centre did not start")
             .map_err(|e| format!("{e}: {}", std::fs::read_to_string(&path).unwrap_or_default()))
     }
 
@@ -148,7 +148,7 @@ impl Fleet {
     /// If the host does not do so in time.
     pub fn wait_for(&self, host: usize, vrnic: &str) -> Result<()> {
         let there = || self.labs[host].socket(vrnic).exists();
-        harness::wait_until(LIMIT, there, &format!("host h{host} did not make {vrnic}"))
+        crate::wait_until(LIMIT, there, &format!("host h{host} did not make {vrnic}"))
             .map_err(|e| format!("{e}\n{}", self.labs[host].log()))
     }
 
@@ -163,7 +163,7 @@ impl Fleet {
             let hosts = answer["hosts"].as_array()?;
             Some(hosts.iter().all(|h| h["applied"] == answer["revision"]))
         };
-        harness::wait_until(LIMIT, || all() == Some(true), "a host does not put in force what the centre says")
+        crate::wait_until(LIMIT, || all() == Some(true), "a host does not put in force what the centre says")
     }
 }
 
@@ -176,7 +176,7 @@ impl Drop for Fleet {
         self.labs.clear();
         self.kill_centre();
         for n in self.netns.iter().chain([&self.hub]) {
-            let _ = harness::ip(&format!("netns del {n}"));
+            let _ = crate::ip(&format!("netns del {n}"));
         }
         let _ = std::fs::remove_dir_all(&self.dir);
     }

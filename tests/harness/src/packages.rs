@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-use crate::{Result, harness};
+use crate::Result;
 
 /// Debian's library directory for this architecture.
 #[cfg(target_arch = "aarch64")]
@@ -18,11 +18,11 @@ macro_rules! library {
     };
 }
 
-/// (a file that shows that the package is there, package).
-type Needed = &'static [(&'static str, &'static str)];
+/// Packages, each after a file that shows that it is there.
+pub type Needed = &'static [(&'static str, &'static str)];
 
 /// Packages for running programs in containers.
-pub(crate) const RUN: Needed = &[
+pub const RUN: Needed = &[
     ("/usr/bin/ib_write_bw", "perftest"),
     ("/usr/bin/ibv_rc_pingpong", "ibverbs-utils"),
     ("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
@@ -31,49 +31,65 @@ pub(crate) const RUN: Needed = &[
     ("/usr/bin/setpriv", "util-linux"),
 ];
 
-/// Further packages for the tests.
-pub(crate) const TEST: Needed = &[
-    ("/usr/bin/tshark", "tshark"),
+/// Programs that connect by address, and of other projects.
+pub const CONNECTING: Needed = &[
     ("/usr/bin/rping", "rdmacm-utils"),
-    ("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
-    ("/usr/bin/valgrind", "valgrind"),
     ("/usr/bin/ucx_perftest", "ucx-utils"),
     ("/usr/bin/fi_pingpong", "libfabric-bin"),
     ("/usr/bin/fio", "fio"),
     ("/usr/bin/iperf3", "iperf3"),
-    ("/usr/sbin/nft", "nftables"),
+];
+
+/// Packages for our C programs.
+pub const C_PROGRAMS: Needed = &[("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"), ("/usr/bin/valgrind", "valgrind")];
+
+/// Reads captured packets.
+pub const CAPTURE: Needed = &[("/usr/bin/tshark", "tshark")];
+
+/// Packages for rdma-core's own tests, and for root directories of other releases.
+pub const PYVERBS: Needed = &[
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     ("/usr/bin/mmdebstrap", "mmdebstrap"),
-    ("/usr/bin/etcd", "etcd-server"),
-    ("/usr/bin/etcdctl", "etcd-client"),
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
-    // Virtual machines.
+];
+
+/// Packages for what containers and hosts do with their network.
+pub const NETWORK: Needed = &[("/usr/sbin/nft", "nftables"), ("/usr/bin/ping", "iputils-ping")];
+
+/// The store of several control centres.
+pub const ETCD: Needed = &[("/usr/bin/etcd", "etcd-server"), ("/usr/bin/etcdctl", "etcd-client")];
+
+/// Further packages for virtual machines.
+pub const GUESTS: Needed = &[
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),
     ("/bin/busybox", "busybox-static"),
     ("/usr/bin/cpio", "cpio"),
     ("/usr/sbin/mkfs.ext4", "e2fsprogs"),
     ("/usr/bin/make", "make"),
-    ("/usr/bin/ping", "iputils-ping"),
     ("/usr/bin/zstd", "zstd"),
-    // Containers.
-    ("/usr/bin/gdb", "gdb"),
-    ("/usr/bin/pgrep", "procps"),
-    ("/usr/bin/script", "bsdutils"),
     ("/usr/sbin/modprobe", "kmod"),
     ("/usr/bin/xz", "xz-utils"),
-    ("/usr/bin/podman", "podman"),
-    ("/usr/sbin/runc", "runc"),
 ];
 
+/// Programs that look at containers from inside and outside.
+pub const SANDBOX: Needed = &[("/usr/bin/gdb", "gdb"), ("/usr/bin/pgrep", "procps"), ("/usr/bin/script", "bsdutils")];
+
+/// Containers of podman.
+pub const PODMAN: Needed = &[("/usr/bin/podman", "podman"), ("/usr/sbin/runc", "runc")];
+
+/// All packages of the tests.
+pub const ALL: &[Needed] =
+    &[RUN, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY, PAGE];
+
 /// Packages for looking at the control centre's page.
-pub(crate) const PAGE: Needed = &[
+pub const PAGE: Needed = &[
     ("/usr/bin/chromium", "chromium"),
     ("/usr/bin/certutil", "libnss3-tools"),
     ("/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf", "fonts-dejavu-core"),
 ];
 
 /// Packages for the comparison of memory.
-pub(crate) const MEMORY: Needed = &[
+pub const MEMORY: Needed = &[
     ("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
     ("/usr/bin/valgrind", "valgrind"),
     ("/usr/bin/strace", "strace"),
@@ -83,23 +99,20 @@ pub(crate) const MEMORY: Needed = &[
 ];
 
 /// OpenMPI with a bandwidth test.
-pub(crate) const MPI: Needed = &[("/usr/bin/mpirun", "openmpi-bin"), ("/usr/bin/NPopenmpi", "netpipe-openmpi")];
-
-/// Packages for building a kernel module.
-pub(crate) const BUILD: Needed = &[("/usr/bin/make", "make"), ("/usr/bin/gcc", "gcc")];
+pub const MPI: Needed = &[("/usr/bin/mpirun", "openmpi-bin"), ("/usr/bin/NPopenmpi", "netpipe-openmpi")];
 
 /// Installs missing packages, through sudo unless this is root.
 ///
 /// # Errors
 /// The packages to install by hand.
-pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
+pub fn ensure(needed: &[Needed]) -> Result<()> {
     let missing: Vec<&str> =
         needed.iter().copied().flatten().filter(|(f, _)| !std::path::Path::new(f).exists()).map(|p| p.1).collect();
     if missing.is_empty() {
         return Ok(());
     }
     eprintln!("installing from Debian: {}", missing.join(" "));
-    let root = harness::uid() == 0;
+    let root = crate::uid() == 0;
     let apt = |args: &[&str]| {
         let mut c = if root { Command::new("apt-get") } else { Command::new("sudo") };
         if !root {
@@ -115,7 +128,7 @@ pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
 }
 
 /// The mirror from which this machine gets Debian's packages.
-pub(crate) fn mirror() -> String {
+pub fn mirror() -> String {
     let mut c = Command::new("apt-get");
     c.args(["indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]);
     let text = c.output().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();

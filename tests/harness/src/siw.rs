@@ -10,7 +10,7 @@ use crate::vm::{Kernel, Parts, failed, run};
 ///
 /// # Errors
 /// The step that failed.
-pub(crate) fn module(parts: &Parts, kernel: &Kernel) -> Result<PathBuf> {
+pub fn module(parts: &Parts, kernel: &Kernel) -> Result<PathBuf> {
     let headers = parts.headers_here(&kernel.version)?;
     let dir = parts.dir().join(format!("siw-{}", kernel.version));
     let module = dir.join("siw/siw.ko");

@@ -38,7 +38,7 @@ fn write_all(s: &mut TcpStream, buf: &[u8]) -> std::io::Result<()> {
 }
 
 /// The other process: receives (size, count, echo, sleep) and then messages; answers each of them, or all at the end.
-pub(crate) fn peer(to: SocketAddr) -> Result<()> {
+pub fn peer(to: SocketAddr) -> Result<()> {
     let mut s = TcpStream::connect(to).map_err(text)?;
     s.set_nodelay(true).map_err(text)?;
     let mut head = [0; 32];
@@ -60,7 +60,7 @@ pub(crate) fn peer(to: SocketAddr) -> Result<()> {
 }
 
 /// A connection to a second process of this program.
-pub(crate) struct Tcp {
+pub struct Tcp {
     stream: TcpStream,
     child: Child,
 }

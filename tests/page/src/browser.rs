@@ -7,9 +7,8 @@ use std::process::{Child, Command};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use harness::Result;
 use serde_json::{Value, json};
-
-use crate::Result;
 
 /// Longest time for an answer, and for a condition of a page.
 const PATIENCE: Duration = Duration::from_secs(15);

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use harness::Result;
 use rcgen::{CertificateParams, KeyPair};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
@@ -16,8 +17,6 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use unirdma_fleet::v1::fleet_client::FleetClient;
 use unirdma_fleet::v1::hosts_client::HostsClient;
 use unirdma_fleet::v1::{self, from_host, item::Item, object::Object, to_host};
-
-use crate::Result;
 
 /// Time between two reports of a host. Real ones take 5 s.
 const REPORT: Duration = Duration::from_millis(1000);

@@ -1,29 +1,18 @@
-//! `cargo xtask page`: the control centre's web page in a browser, with a fleet whose hosts report traffic.
+//! The control centre's web page in a browser, with a fleet whose hosts report traffic: the checks of the black-box tests
+//! and of `cargo xtask page`.
 
 mod browser;
 mod checks;
 mod fleet;
 
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use checks::{STEPS, Scene};
+use checks::Scene;
+pub use checks::{CHECKS, Check};
 use fleet::{Fleet, Link};
+use harness::Result;
 use unirdma_fleet::v1::{self, object::Object};
-
-use crate::{Result, harness, packages};
-
-/// Options of `cargo xtask page`.
-pub(crate) struct Options<'a> {
-    /// Directory of the pictures.
-    pub out: &'a Path,
-    /// Only the checks whose names contain this.
-    pub only: Option<&'a str>,
-    /// The programs are built already.
-    pub built: bool,
-    /// Keep the fleet running, for a person to look at.
-    pub stay: bool,
-}
 
 fn host(name: &str) -> Object {
     v1::Host { name: name.into(), ..Default::default() }.into()
@@ -82,7 +71,9 @@ fn declare(fleet: &mut Fleet) -> Result<()> {
 
 /// Starts a fleet in a new directory. Dropping the directory's value removes it.
 fn start() -> Result<(Directory, Fleet)> {
-    let path = std::env::temp_dir().join(format!("unirdma-page-{}", std::process::id()));
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let n = COUNT.fetch_add(1, Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("unirdma-page-{}-{n}", std::process::id()));
     let dir = Directory(path);
     std::fs::create_dir_all(&dir.0).map_err(|e| format!("{}: {e}", dir.0.display()))?;
     let fleet = Fleet::start(&harness::unirdma(), &dir.0)?;
@@ -98,51 +89,39 @@ impl Drop for Directory {
     }
 }
 
-/// Makes the checks whose names are wanted, and passes the result of each to `each`. Pictures go to `out`.
-pub(crate) fn checks(out: &Path, wants: impl Fn(&str) -> bool, mut each: impl FnMut(&str, Result<()>)) -> Result<()> {
-    // The directory is removed last.
-    let (_dir, fleet) = start()?;
-    let mut scene = Scene::new(fleet, out)?;
-    scene.enter()?;
-    for (name, step) in STEPS.iter().filter(|s| wants(s.0)) {
-        each(name, step(&mut scene).and_then(|()| scene.has_no_errors()));
-    }
-    Ok(())
+/// An administrator looks at the page of a fleet, in a browser. Dropping this value ends both.
+pub struct Visit {
+    scene: Scene,
+    // Removed last.
+    _dir: Directory,
 }
 
-/// Names of the checks.
-pub(crate) fn names() -> impl Iterator<Item = &'static str> {
-    STEPS.iter().map(|s| s.0)
+impl Visit {
+    /// Starts the fleet and the browser. Pictures go to `out`.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn start(out: &Path) -> Result<Visit> {
+        let (dir, fleet) = start()?;
+        let mut scene = Scene::new(fleet, out)?;
+        scene.enter()?;
+        Ok(Visit { scene, _dir: dir })
+    }
+
+    /// Makes one of the checks.
+    ///
+    /// # Errors
+    /// The expectation that the page does not meet, or an error of the page.
+    pub fn check(&mut self, check: &Check) -> Result<()> {
+        (check.run)(&mut self.scene).and_then(|()| self.scene.has_no_errors())
+    }
 }
 
-/// Makes all checks of the page, and saves pictures.
-pub(crate) fn run(options: &Options) -> Result<()> {
-    packages::ensure(&[packages::RUN, packages::PAGE])?;
-    if !options.built {
-        harness::build()?;
-    }
-    if options.stay {
-        return stay();
-    }
-    let mut failed = 0;
-    let mut began = Instant::now();
-    let wants = |name: &str| options.only.is_none_or(|o| name.contains(o));
-    checks(options.out, wants, |name, done| {
-        let ms = std::mem::replace(&mut began, Instant::now()).elapsed().as_millis();
-        match done {
-            Ok(()) => println!("{name} ... ok, {ms} ms"),
-            Err(e) => {
-                failed += 1;
-                println!("{name} ... FAILED, {ms} ms\n{e}");
-            }
-        }
-    })?;
-    println!("pictures are in {}", options.out.display());
-    if failed == 0 { Ok(()) } else { Err(format!("{failed} checks of the page failed")) }
-}
-
-/// Keeps the fleet running, for a person to look at.
-fn stay() -> Result<()> {
+/// Keeps a fleet running, for a person to look at.
+///
+/// # Errors
+/// The step that failed.
+pub fn stay() -> Result<()> {
     let (dir, mut fleet) = start()?;
     declare(&mut fleet)?;
     println!("The page: {}", fleet.url);

@@ -1,11 +1,39 @@
 //! `cargo xtask sim`: runs the simulations of the kit for many seeds: of the RNIC, and of a fleet with its control
-//! centres.
+//! centres. It starts no processes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{panic, process};
 
+use clap::Parser;
 use unirdma_simkit::{connection, differ, fabric, fleet};
+
+/// Simulate hosts and a network that loses, duplicates and reorders packets, with random traffic; programs that
+/// must have the same results on one host and on two; or a fleet with its control centres
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask sim",
+    bin_name = "xtask sim",
+    after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again\n  cargo xtask sim --differ --seeds 5000      the same programs on one host and on two, and nothing else\n  cargo xtask sim --fleet --seeds 1000       hosts, centres and their store, with crashes and partitions"
+)]
+struct Cli {
+    /// The first seed
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// How many seeds
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    seeds: u64,
+    /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts, a phase of a
+    /// program; ten seconds of a fleet
+    #[arg(long, value_name = "N", default_value_t = 6)]
+    steps: u64,
+    /// The simulation of a fleet
+    #[arg(long, conflicts_with = "differ")]
+    fleet: bool,
+    /// Only programs on one host and on two, which must have the same results
+    #[arg(long)]
+    differ: bool,
+}
 
 /// Calls `run` with each of these seeds. If `run` panics, prints how to repeat the seed, and fails.
 fn each(first: u64, seeds: u64, options: String, mut run: impl FnMut(u64)) {
@@ -25,7 +53,7 @@ fn each(first: u64, seeds: u64, options: String, mut run: impl FnMut(u64)) {
 }
 
 /// Runs the simulations of the RNIC.
-pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
+fn run(first: u64, seeds: u64, steps: u64) {
     let (mut caught, mut heard, mut moves) = (0, 0, 0);
     each(first, seeds, format!(" --steps {steps}"), |seed| {
         connection::run(seed, steps);
@@ -40,7 +68,7 @@ pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
 }
 
 /// Runs programs on one host and on two, which must have the same results.
-pub(crate) fn run_differ(first: u64, seeds: u64, steps: u64) {
+fn run_differ(first: u64, seeds: u64, steps: u64) {
     let mut all = differ::Report::default();
     each(first, seeds, format!(" --steps {steps} --differ"), |seed| all.add(&differ::run(seed, steps)));
     let of = |ok: bool| {
@@ -51,7 +79,7 @@ pub(crate) fn run_differ(first: u64, seeds: u64, steps: u64) {
 }
 
 /// Runs the simulation of a fleet.
-pub(crate) fn run_fleet(first: u64, seeds: u64, steps: u64) {
+fn run_fleet(first: u64, seeds: u64, steps: u64) {
     let mut all = fleet::Report::default();
     each(first, seeds, format!(" --steps {steps} --fleet"), |seed| {
         let one = fleet::run(seed, steps);
@@ -66,4 +94,14 @@ pub(crate) fn run_fleet(first: u64, seeds: u64, steps: u64) {
         "{} changes kept, {} calls refused, {} crashes, {} elections; {} connections made, {} ended by changes",
         all.changes, all.refused, all.crashes, all.elections, all.connections, all.ended
     );
+}
+
+fn main() {
+    let Cli { seed, seeds, steps, fleet, differ } = Cli::parse();
+    let run = match (fleet, differ) {
+        (true, _) => run_fleet,
+        (_, true) => run_differ,
+        _ => run,
+    };
+    run(seed, seeds, steps);
 }

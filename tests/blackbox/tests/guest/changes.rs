@@ -41,8 +41,8 @@ const CHECKED: &str = "rping -V -S 4000 -C 100000000";
 
 /// One round of a change: two peers of a guest are busy, one of them with data that is checked. The change happens, the
 /// peers are notified, no objects are left, and the guest is usable.
-fn round(stage: &Stage<'_>, i: usize, change: &Change) -> Check {
-    let (g, lab) = stage.guest(i)?;
+fn round(scene: &Scene, i: usize, change: &Change) -> Check {
+    let (g, lab) = (&scene.guests[i], &scene.lab);
     let writes = connected(g, lab, 30)?;
     End::Guest(g).serve(&format!("{CHECKED} -s"))?;
     let checked = other_container(lab).spawn(&format!("{CHECKED} -c -a {}", g.ip))?;
@@ -56,29 +56,31 @@ fn round(stage: &Stage<'_>, i: usize, change: &Change) -> Check {
     let told = ["DISCONNECT EVENT", "cq completion failed"].iter().any(|t| o.text.contains(t));
     let wrong = ["mismatch", "verification failed"].iter().any(|t| o.text.contains(t));
     require((told || !change.told) && !wrong, format!("rping ends so: {:?} {}", o.code, o.text))?;
-    stage.nothing_left(i)?;
+    scene.nothing_left(i)?;
     pair(container(lab), End::Guest(g), "ibv_rc_pingpong -c -n 100")?;
-    stage.nothing_left(i)?;
+    scene.nothing_left(i)?;
     for peer in ["c", "d"] {
-        wait_until(|| lab.show(peer).is_ok_and(|v| v["qps"] == 0 && v["sessions"] == 0), "a peer's objects are left")?;
+        soon(|| lab.show(peer).is_ok_and(|v| v["qps"] == 0 && v["sessions"] == 0), "a peer's objects are left")?;
     }
     Ok(())
 }
 
-pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize, rounds: u32) {
+pub(super) fn tests(t: &mut Tests, stage: &Stage, i: usize, rounds: u32) {
     let which = NAMES[i];
-    s.check(&format!("{which} guest: the vRNIC's link goes down and up"), |_| {
-        stage.explained(i, &|g, lab| {
-            for (state, shows) in [("down", "PORT_DOWN"), ("up", "PORT_ACTIVE")] {
-                let o = lab.unirdma(&["vrnic", "link", &g.vrnic, state]);
-                require(o.ok(), o.text)?;
-                wait_until(|| g.run("ibv_devinfo").is_ok_and(|o| o.text.contains(shows)), shows)?;
-            }
-            Ok(())
-        })
+    explained(t, stage, i, format!("{which} guest: the vRNIC's link goes down and up"), move |g, lab, _| {
+        for (state, shows) in [("down", "PORT_DOWN"), ("up", "PORT_ACTIVE")] {
+            let o = lab.unirdma(&["vrnic", "link", &g.vrnic, state]);
+            require(o.ok(), o.text)?;
+            soon(|| g.run("ibv_devinfo").is_ok_and(|o| o.text.contains(shows)), shows)?;
+        }
+        Ok(())
     });
-    s.check(&format!("{which} guest: nothing of its memory is written while it is paused"), |_| {
-        stage.explained(i, &|g, lab| {
+    explained(
+        t,
+        stage,
+        i,
+        format!("{which} guest: nothing of its memory is written while it is paused"),
+        move |g, lab, _| {
             let p = "ib_write_bw -b -s 65536 -D 4 -f 1 -u 22";
             let server = End::Guest(g).serve(p)?;
             let client = container(lab).spawn(&format!("{p} {}", g.ip))?;
@@ -95,26 +97,29 @@ pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize, rounds: u32) {
             require(!differs, "it was written")?;
             let c = client.finish_within(LIMIT);
             both_end_well((server.finish_within(LIMIT), c))
-        })
-    });
+        },
+    );
     for change in CHANGES {
         let (what, rounds) = (change.what, if change.again { rounds } else { 1 });
         let times = if rounds > 1 { format!(", {rounds} times") } else { String::new() };
-        s.check(&format!("{which} guest: {what} while peers are connected{times}"), |_| {
-            stage.explained(i, &|_, _| {
-                (1..=rounds).try_for_each(|n| round(stage, i, change).map_err(|e| format!("round {n}: {e}")))
-            })
-        });
+        explained(
+            t,
+            stage,
+            i,
+            format!("{which} guest: {what} while peers are connected{times}"),
+            move |_, _, scene| {
+                (1..=rounds).try_for_each(|n| round(scene, i, change).map_err(|e| format!("round {n}: {e}")))
+            },
+        );
     }
 }
 
-/// The last test: a guest loses its power, and is no peer any more.
-pub(super) fn power(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize) {
-    s.check(&format!("{} guest: loses its power while a peer is connected", NAMES[i]), |_| {
-        let (g, lab) = stage.guest(i)?;
+/// A guest loses its power, and is no peer any more.
+pub(super) fn power(t: &mut Tests, stage: &Stage, i: usize) {
+    explained(t, stage, i, format!("{} guest: loses its power while a peer is connected", NAMES[i]), |g, lab, _| {
         let client = connected(g, lab, 30)?;
         g.power_off();
         ends_with_error(client)?;
-        wait_until(|| lab.show(&g.vrnic).is_ok_and(|v| v["sessions"] == 0), "the session stays")
+        soon(|| lab.show(&g.vrnic).is_ok_and(|v| v["sessions"] == 0), "the session stays")
     });
 }

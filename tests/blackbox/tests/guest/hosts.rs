@@ -4,8 +4,9 @@
 //! those peers. So the guest gets an entry with an unused MAC address for the peer, and programs that first meet by TCP
 //! do so over another network interface, through its host.
 
+use harness::vm::{OURS, RXE};
+
 use super::*;
-use crate::vm::{OURS, RXE};
 
 /// Address of the other host, and of its end in the first one.
 const OTHER: &str = "10.0.1.2";
@@ -32,7 +33,7 @@ struct Hosts {
 }
 
 impl Hosts {
-    fn start(prepared: &Prepared<'_>) -> Result<Hosts> {
+    fn start(systems: &Shared<Systems>) -> Result<Hosts> {
         let mut rxe = Rxe::boot_alone(false)?;
         let here = rxe.netns().to_string();
         let netns = format!("{here}-other");
@@ -50,10 +51,10 @@ impl Hosts {
         std::fs::write(&peers, format!("{OURS} default {OURS}\n")).map_err(|e| e.to_string())?;
         let other = Lab::start_in(None, Some(&netns), &["--address", OTHER, "--peers", &peers.display().to_string()])?;
         other.vrnic("r", &["--ip", REMOTE])?;
-        let lab = rxe.lab.as_ref().ok_or("no virtual layer")?;
+        let lab = rxe.lab()?;
         let more = ["-netdev", "user,id=out", "-device", "virtio-net-pci,netdev=out,romfile="];
         let plan = Plan { netns: Some(&here), more: &more, ..Plan::default() };
-        let guest = Guest::start(lab, prepared.system()?, "v", &plan)?;
+        let guest = with_system(systems, |system| Guest::start(lab, system, "v", &plan))?;
         guest.must(&format!(
             "ip addr add 10.0.2.15/24 dev eth1 && ip link set eth1 up && ip route add {RXE_TCP} via 10.0.2.2 && \
              ip neigh add {RXE} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
@@ -63,9 +64,9 @@ impl Hosts {
         Ok(Hosts { guest, other, rxe, netns })
     }
 
-    fn explained(&self, f: &dyn Fn(&Hosts) -> Check) -> Check {
-        let lab = self.rxe.lab.as_ref();
-        f(self).map_err(|e| format!("{}\n{}", self.guest.explain(&e), lab.map_or(String::new(), Lab::log)))
+    fn explained(&self, f: impl Fn(&Hosts) -> Check) -> Check {
+        let log = || self.rxe.lab().map(Lab::log).unwrap_or_default();
+        f(self).map_err(|e| format!("{}\n{}", self.guest.explain(&e), log()))
     }
 
     fn container(&self) -> End<'_> {
@@ -81,40 +82,38 @@ impl Drop for Hosts {
     }
 }
 
-pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
-    let cell = OnceCell::new();
-    let explained = |f: &dyn Fn(&Hosts) -> Check| {
-        let hosts = cell.get_or_init(|| Hosts::start(prepared)).as_ref().map_err(Clone::clone)?;
-        hosts.explained(f)
+/// Runs a program, which is repeated if it loses packets.
+fn tried(p: &str, server: End<'_>, client: End<'_>) -> Check {
+    let run = || pair(server, client, p);
+    if is_unreliable(p) { reruns::of_lost_packets(|| None, run) } else { run() }
+}
+
+pub(super) fn tests(t: &mut Tests, systems: &Shared<Systems>) {
+    let systems = systems.clone();
+    let hosts = &Shared::new(move || Hosts::start(&systems));
+    let mut add = |name: String, f: Box<dyn Fn(&Hosts) -> Check + Send>| {
+        t.on(hosts, name, move |hosts: &Hosts| hosts.explained(&f));
     };
-    let tried = |p: &str, run: &dyn Fn() -> Check| if is_unreliable(p) { one_try_of_many(run) } else { run() };
     for p in PROGRAMS {
-        s.check(&format!("guest serves a container of another host: {p}"), |_| {
-            explained(&|h| tried(p, &|| pair(End::Guest(&h.guest), h.container(), p)))
-        });
-        s.check(&format!("guest calls a container of another host: {p}"), |_| {
-            explained(&|h| tried(p, &|| pair(h.container(), End::Guest(&h.guest), p)))
-        });
+        let serves = format!("guest serves a container of another host: {p}");
+        add(serves, Box::new(|h| tried(p, End::Guest(&h.guest), h.container())));
+        let calls = format!("guest calls a container of another host: {p}");
+        add(calls, Box::new(|h| tried(p, h.container(), End::Guest(&h.guest))));
     }
     for programs in BY_ADDRESS {
-        s.check(&format!("guest serves a container of another host: {}", programs.0), |_| {
-            explained(&|h| connect(End::Guest(&h.guest), h.container(), *programs))
-        });
-        s.check(&format!("guest calls a container of another host: {}", programs.0), |_| {
-            explained(&|h| connect(h.container(), End::Guest(&h.guest), *programs))
-        });
+        let serves = format!("guest serves a container of another host: {}", programs.0);
+        add(serves, Box::new(|h| connect(End::Guest(&h.guest), h.container(), *programs)));
+        let calls = format!("guest calls a container of another host: {}", programs.0);
+        add(calls, Box::new(|h| connect(h.container(), End::Guest(&h.guest), *programs)));
     }
     for p in PROGRAMS {
-        s.check(&format!("guest calls the kernel's rxe: {p}"), |_| {
-            explained(&|h| tried(p, &|| pair(End::Rxe(&h.rxe, RXE_TCP), End::Guest(&h.guest), p)))
-        });
+        let calls = format!("guest calls the kernel's rxe: {p}");
+        add(calls, Box::new(|h| tried(p, End::Rxe(&h.rxe, RXE_TCP), End::Guest(&h.guest))));
     }
     for programs in BY_ADDRESS {
-        s.check(&format!("guest serves the kernel's rxe: {}", programs.0), |_| {
-            explained(&|h| connect(End::Guest(&h.guest), End::Rxe(&h.rxe, RXE), *programs))
-        });
-        s.check(&format!("guest calls the kernel's rxe: {}", programs.0), |_| {
-            explained(&|h| connect(End::Rxe(&h.rxe, RXE), End::Guest(&h.guest), *programs))
-        });
+        let serves = format!("guest serves the kernel's rxe: {}", programs.0);
+        add(serves, Box::new(|h| connect(End::Guest(&h.guest), End::Rxe(&h.rxe, RXE), *programs)));
+        let calls = format!("guest calls the kernel's rxe: {}", programs.0);
+        add(calls, Box::new(|h| connect(End::Rxe(&h.rxe, RXE), End::Guest(&h.guest), *programs)));
     }
 }

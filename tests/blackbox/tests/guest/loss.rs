@@ -1,15 +1,15 @@
 //! A guest whose worker is killed, a guest whose machine gets more memory and loses some, both with traffic, and a
 //! guest with a virtual IOMMU.
 
-use super::workers::kill_worker;
 use super::*;
+use crate::workers::kill_worker;
 
 /// A virtual layer with a guest of its own, and a container.
-fn alone(prepared: &Prepared<'_>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
+fn alone(systems: &Shared<Systems>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
     let lab = Lab::start(None)?;
     add_containers(&lab)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
-    let guest = Guest::start(&lab, prepared.system()?, "a", plan)?;
+    let guest = with_system(systems, |system| Guest::start(&lab, system, "a", plan))?;
     Ok((lab, guest))
 }
 
@@ -22,7 +22,7 @@ fn worker_killed(lab: &Lab, g: &Guest) -> Check {
     let o = client.finish_within(LIMIT);
     require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("the peer's program: {:?} {}", o.code, o.text))?;
     let told = || watch.text().contains("IBV_EVENT_DEVICE_FATAL");
-    wait_until(told, "").or_else(|_| wait_until(told, "no IBV_EVENT_DEVICE_FATAL")).map_err(|e| e + &watch.text())?;
+    soon(told, "").or_else(|_| soon(told, "no IBV_EVENT_DEVICE_FATAL")).map_err(|e| e + &watch.text())?;
     let o = g.run("timeout 20 ibv_rc_pingpong")?;
     require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("a new program: {:?} {}", o.code, o.text))?;
     g.must("dmesg | grep -q 'unirdma_rdma.*the device counts as lost'; killall ibv_asyncwatch ib_write_bw; rmmod unirdma_rdma")
@@ -52,7 +52,7 @@ fn plug(g: &Guest, name: &str, mib: u64, way: &str) -> Check {
     let online =
         format!("for s in /sys/devices/system/memory/memory*/state; do grep -q offline $s && echo {way} >$s; done");
     let there = || g.run(&online).is_ok() && total_kib(g).is_ok_and(|now| now >= before + mib * 1000);
-    wait_until(there, "the guest does not use its new memory")
+    soon(there, "the guest does not use its new memory")
 }
 
 fn memory_changes(lab: &Lab, g: &Guest) -> Check {
@@ -73,9 +73,9 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     goes_on(lab, "a")?;
     let with = total_kib(g)?;
     g.monitor("device_del", "{\"id\":\"second\"}")?;
-    wait_until(|| total_kib(g).is_ok_and(|now| now < with), "the guest keeps the memory")?;
+    soon(|| total_kib(g).is_ok_and(|now| now < with), "the guest keeps the memory")?;
     let gone = || g.monitor("object-del", "{\"id\":\"second-file\"}").is_ok();
-    wait_until(gone, "the machine keeps the memory")?;
+    soon(gone, "the machine keeps the memory")?;
     goes_on(lab, "a")?;
     g.must("killall ib_write_bw")?;
     ends_with_error(client)?;
@@ -95,23 +95,27 @@ fn behind_an_iommu(lab: &Lab, g: &Guest) -> Check {
     Ok(())
 }
 
-pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
-    s.check("guest: it has a virtual IOMMU", |_| {
+pub(super) fn tests(t: &mut Tests, systems: &Shared<Systems>) {
+    let mut add = |name: &str, f: fn(&Shared<Systems>) -> Check| {
+        let systems = systems.clone();
+        t.test(name, move || f(&systems));
+    };
+    add("guest: it has a virtual IOMMU", |systems| {
         // The last of several kernel command lines is used.
         let more = ["-device", "intel-iommu", "-append", "console=ttyS0 quiet panic=-1 intel_iommu=on"];
-        let (lab, guest) = alone(prepared, &Plan { more: &more, ..Plan::default() })?;
+        let (lab, guest) = alone(systems, &Plan { more: &more, ..Plan::default() })?;
         behind_an_iommu(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))
     });
-    s.check("guest: its worker is killed under traffic, and it is started anew", |_| {
-        let (lab, guest) = alone(prepared, &Plan { driver: "timeout=3", ..Plan::default() })?;
+    add("guest: its worker is killed under traffic, and it is started anew", |systems| {
+        let (lab, guest) = alone(systems, &Plan { driver: "timeout=3", ..Plan::default() })?;
         worker_killed(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))?;
         drop(guest);
-        let guest = Guest::start(&lab, prepared.system()?, "a", &Plan::default())?;
+        let guest = with_system(systems, |system| Guest::start(&lab, system, "a", &Plan::default()))?;
         pair(container(&lab), End::Guest(&guest), "ibv_rc_pingpong -c -n 100")
     });
-    s.check("guest: memory is plugged in and out under traffic, and MRs lie in it", |_| {
+    add("guest: memory is plugged in and out under traffic, and MRs lie in it", |systems| {
         let changes = [("-m 1G", "-m 1G,slots=2,maxmem=4G")];
-        let (lab, guest) = alone(prepared, &Plan { changes: &changes, ..Plan::default() })?;
+        let (lab, guest) = alone(systems, &Plan { changes: &changes, ..Plan::default() })?;
         memory_changes(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))
     });
 }

@@ -5,13 +5,14 @@ mod hosts;
 mod loss;
 mod process;
 mod programs;
+mod storage;
+mod vm_run;
 mod wrong;
 
-use std::cell::OnceCell;
+use harness::vm::{self, Guest, Plan, Rxe, Systems, Task};
+use harness::{conformance, reruns};
 
-use super::*;
-use crate::harness::Running;
-use crate::vm::{self, Guest, Plan, Rxe, Systems, Task};
+use crate::support::*;
 
 /// An end of a test.
 #[derive(Clone, Copy)]
@@ -69,7 +70,7 @@ impl Program {
 }
 
 /// Longest time for a program. Emulated processors are slow, and this machine may be busy.
-pub(super) const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(60);
 /// Time for which a test waits, as a part of all tests, for an event that may never happen.
 const SOON: Duration = Duration::from_secs(5);
 const ADDRESS_OF_CONTAINER: &str = "10.0.0.3";
@@ -112,7 +113,7 @@ impl End<'_> {
     fn serve(&self, program: &str) -> Result<Program> {
         let mut server = self.spawn(program)?;
         match (self, &mut server) {
-            (End::Guest(g), server) => wait_until(|| server.has_ended() || g.listens(), "the server does not listen")?,
+            (End::Guest(g), server) => soon(|| server.has_ended() || g.listens(), "the server does not listen")?,
             (End::Container(c), Program::Here(r)) => {
                 r.wait_listening(|| c.lab.rdma_listens(c.vrnic));
             }
@@ -136,31 +137,27 @@ fn connect(server: End<'_>, client: End<'_>, programs: (&str, &str)) -> Check {
         let limit = if c.ok() { LIMIT } else { Duration::from_secs(5) };
         Ok((s.finish_within(limit), c))
     };
-    // perftest compares the processor's clock with the system's, and gives up if the machine was busy meanwhile.
-    let (s, c) = run()?;
-    let gave_up = |o: &Output| o.text.contains("Can't produce a report");
-    both_end_well(if gave_up(&s) || gave_up(&c) { run()? } else { (s, c) })
+    both_end_well(reruns::of_perftest(run)?)
 }
 
 /// Two guests and a container on one virtual layer.
-pub(super) struct Scene {
-    pub guests: Vec<Guest>,
+struct Scene {
+    guests: Vec<Guest>,
     /// Numbers of objects that each guest's kernel has for itself.
     objects: Vec<[Option<u64>; 4]>,
-    pub lab: Lab,
+    lab: Lab,
+    systems: Shared<Systems>,
 }
 
 impl Scene {
-    fn start(systems: &Systems) -> Result<Scene> {
+    fn start(systems: &Shared<Systems>) -> Result<Scene> {
         let lab = Lab::start(None)?;
         add_containers(&lab)?;
-        let mut guests = Vec::new();
-        for (i, vrnic) in ["a", "b"].into_iter().enumerate() {
-            lab.vrnic(vrnic, &["--ip", &format!("10.0.0.{}", i + 1)])?;
-            let system = systems.all.get(i).or(systems.all.first()).ok_or("no kernel")?;
-            guests.push(Guest::boot(&lab, system, vrnic, &Plan::default())?);
+        let mut scene = Scene { guests: Vec::new(), objects: Vec::new(), lab, systems: systems.clone() };
+        for (i, vrnic) in VRNICS.into_iter().enumerate() {
+            scene.lab.vrnic(vrnic, &["--ip", &format!("10.0.0.{}", i + 1)])?;
+            scene.guests.push(scene.boot(i)?);
         }
-        let mut scene = Scene { guests, objects: Vec::new(), lab };
         for guest in &scene.guests {
             guest.come_up()?;
             guest.set_up()?;
@@ -168,53 +165,59 @@ impl Scene {
         }
         Ok(scene)
     }
-}
 
-/// Systems for guests, made by the first test that needs them.
-struct Prepared<'a> {
-    kernel: Option<&'a str>,
-    systems: OnceCell<Result<Systems>>,
-}
-
-impl Prepared<'_> {
-    fn systems(&self) -> Result<&Systems> {
-        self.systems.get_or_init(|| Systems::make(self.kernel)).as_ref().map_err(Clone::clone)
+    fn boot(&self, i: usize) -> Result<Guest> {
+        self.systems.with(|systems| {
+            let system = systems.all.get(i).or(systems.all.first()).ok_or("no kernel")?;
+            Guest::boot(&self.lab, system, VRNICS[i], &Plan::default())
+        })
     }
 
-    /// The first system.
-    fn system(&self) -> Result<&vm::System> {
-        self.systems()?.all.first().ok_or_else(|| "no kernel".into())
-    }
-}
-
-/// The scene, started by the first test that needs it.
-struct Stage<'a> {
-    prepared: &'a Prepared<'a>,
-    scene: OnceCell<Result<Scene>>,
-}
-
-impl Stage<'_> {
-    fn scene(&self) -> Result<&Scene> {
-        let start = || self.prepared.systems().and_then(Scene::start);
-        self.scene.get_or_init(start).as_ref().map_err(Clone::clone)
+    /// A guest as an end of a test.
+    fn end(&self, i: usize) -> End<'_> {
+        End::Guest(&self.guests[i])
     }
 
-    /// One of the guests, and the virtual layer.
-    fn guest(&self, i: usize) -> Result<(&Guest, &Lab)> {
-        let scene = self.scene()?;
-        Ok((&scene.guests[i], &scene.lab))
-    }
-
-    /// Calls `f` with a guest. If that fails, adds the logs of the guest and of the virtual layer to the error.
-    fn explained(&self, i: usize, f: &dyn Fn(&Guest, &Lab) -> Check) -> Check {
-        let (g, lab) = self.guest(i)?;
-        f(g, lab).map_err(|e| format!("{}\n{}", g.explain(&e), lab.log()))
+    /// Starts the guests that a test has ended.
+    fn recover(&mut self) -> Check {
+        for i in 0..self.guests.len() {
+            if self.guests[i].has_ended() {
+                self.guests[i] = self.boot(i)?;
+                self.guests[i].come_up()?;
+                self.guests[i].set_up()?;
+                self.objects[i] = objects(&self.lab, &self.guests[i])?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks that the virtual layer has no objects of a guest except those that its kernel had at first.
     fn nothing_left(&self, i: usize) -> Check {
-        nothing_left(self.scene()?, i)
+        as_before(&self.lab, &self.guests[i], &self.objects[i])
     }
+}
+
+/// The scene and its tests.
+type Stage = Shared<Scene>;
+
+/// Adds a test of guest `i` of the scene. If it fails, the logs of the guest and of the virtual layer are added to its error.
+fn explained(
+    t: &mut Tests,
+    stage: &Stage,
+    i: usize,
+    name: impl Into<String>,
+    f: impl FnOnce(&Guest, &Lab, &Scene) -> Check + Send + 'static,
+) {
+    t.on_mut(stage, name, move |scene| {
+        scene.recover()?;
+        let guest = &scene.guests[i];
+        f(guest, &scene.lab, scene).map_err(|e| format!("{}\n{}", guest.explain(&e), scene.lab.log()))
+    });
+}
+
+/// Calls `f` with the first system.
+fn with_system<R>(systems: &Shared<Systems>, f: impl FnOnce(&vm::System) -> Result<R>) -> Result<R> {
+    systems.with(|systems| f(systems.all.first().ok_or("no kernel")?))
 }
 
 /// Numbers of the QPs, CQs and MRs of a guest.
@@ -223,30 +226,11 @@ fn objects(lab: &Lab, guest: &Guest) -> Result<[Option<u64>; 4]> {
     Ok(["qps", "cqs", "mrs_mapped", "mrs_copied"].map(|k| v[k].as_u64()))
 }
 
-/// Checks that the virtual layer has no objects of a guest except those that its kernel had at first.
-pub(super) fn nothing_left(scene: &Scene, i: usize) -> Check {
-    as_before(&scene.lab, &scene.guests[i], &scene.objects[i])
-}
-
 /// Waits until a guest has the same numbers of objects as before.
 fn as_before(lab: &Lab, guest: &Guest, before: &[Option<u64>; 4]) -> Check {
     let now = || objects(lab, guest);
-    wait_until(|| now().as_ref() == Ok(before), "")
+    soon(|| now().as_ref() == Ok(before), "")
         .map_err(|_| format!("QPs, CQs, MRs mapped and copied: {:?}, before {before:?}", now()))
-}
-
-/// Number of bytes that peers have written into a vRNIC's memory.
-fn written(lab: &Lab, vrnic: &str) -> Result<u64> {
-    lab.show(vrnic)?["counters"]["received_bytes"].as_u64().ok_or_else(|| "no counters".into())
-}
-
-/// More than the bytes of connection management, of which a late message to an ended program may be a part.
-const DATA: u64 = 64 << 10;
-
-/// Waits until more data is written into a vRNIC's memory, by a program that writes all the time.
-fn goes_on(lab: &Lab, vrnic: &str) -> Check {
-    let begin = written(lab, vrnic)?;
-    wait_until(|| written(lab, vrnic).is_ok_and(|n| n > begin + DATA), "nothing is written")
 }
 
 /// Starts programs that write from the container into the memory of a guest for `seconds`. Returns the container's
@@ -270,28 +254,42 @@ fn ends_with_error(program: Program) -> Check {
 const SECONDS_HOSTILE: u32 = 4;
 const NAMES: [&str; 2] = ["first", "second"];
 
-/// `rounds`: how often guests restart and reload their drivers in each test, and how many rounds hostile processes run.
-pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
-    if harness::uid() != 0 {
-        println!("skipped: guests with vRNICs (their network needs root)");
-        return;
+const VRNICS: [&str; 2] = ["a", "b"];
+
+/// A number that an environment variable gives.
+fn parameter(name: &str) -> Option<u32> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
+    t.need_root("the network of guests needs root");
+    // Which kernel, and how often guests restart and reload their drivers in each test.
+    let kernel = std::env::var("BLACKBOX_KERNEL").ok();
+    let rounds = parameter("BLACKBOX_ROUNDS").unwrap_or(1);
+    let of_tests = kernel.clone();
+    t.test("pyverbs: rdma-core's own tests, in a guest", move || conformance::in_a_guest(of_tests.as_deref()));
+    let systems = &Shared::new(move || Systems::make(kernel.as_deref()));
+    {
+        // It ends with its last test, because only two machines run at a time.
+        let scene = systems.clone();
+        let stage = &Shared::new(move || Scene::start(&scene));
+        for i in 0..NAMES.len() {
+            programs::tests(t, stage, i);
+            process::tests(t, stage, i, SECONDS_HOSTILE * rounds);
+            changes::tests(t, stage, i, rounds);
+        }
+        wrong::provider(t, stage);
+        storage::tests(t, stage);
+        for i in 0..NAMES.len() {
+            changes::power(t, stage, i);
+        }
     }
-    let prepared = Prepared { kernel, systems: OnceCell::new() };
-    let stage = Stage { prepared: &prepared, scene: OnceCell::new() };
-    for i in 0..NAMES.len() {
-        programs::run(s, &stage, i);
-        process::run(s, &stage, i, SECONDS_HOSTILE * rounds);
-        changes::run(s, &stage, i, rounds);
-    }
-    wrong::provider(s, &stage);
-    storage::run(s, &|| stage.scene());
-    for i in 0..NAMES.len() {
-        changes::power(s, &stage, i);
-    }
-    // Only two machines run at a time.
-    drop(stage);
-    s.check("a guest that `unirdma vm run` starts", |_| vm_run::check(&Lab::start(None)?, prepared.system()?));
-    hosts::run(s, &prepared);
-    loss::run(s, &prepared);
-    wrong::run(s, &prepared);
+    let of_run = systems.clone();
+    t.test("a guest that `unirdma vm run` starts", move || {
+        with_system(&of_run, |system| vm_run::check(&Lab::start(None)?, system))
+    });
+    hosts::tests(t, systems);
+    loss::tests(t, systems);
+    wrong::tests(t, systems);
 }

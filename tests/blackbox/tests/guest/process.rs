@@ -18,7 +18,7 @@ fn remote(text: &str) -> Option<[&str; 3]> {
 fn endure(g: &Guest, lab: &Lab, seconds: u32, seed: usize) -> Check {
     let victim = End::Guest(g).serve(VICTIM)?;
     let client = lab.spawn("d", &[], &format!("stdbuf -oL {VICTIM} -F -x 0 {}", g.ip))?;
-    wait_until(|| remote(&client.text()).is_some(), "the victim shows no key")?;
+    soon(|| remote(&client.text()).is_some(), "the victim shows no key")?;
     let shown = client.text();
     let [qpn, rkey, addr] = remote(&shown).ok_or("no key")?;
     let hostile = g.spawn(&format!("guest-hostile {seconds} {seed} {rkey} {addr} {qpn} {}", g.gid()?))?;
@@ -31,11 +31,9 @@ fn endure(g: &Guest, lab: &Lab, seconds: u32, seed: usize) -> Check {
     both_end_well((victim.finish_within(LIMIT), client.finish_within(LIMIT)))
 }
 
-pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize, seconds: u32) {
-    s.check(&format!("{} guest: a hostile process harms no other", NAMES[i]), |_| {
-        stage.explained(i, &|g, lab| {
-            endure(g, lab, seconds, i)?;
-            stage.nothing_left(i)
-        })
+pub(super) fn tests(t: &mut Tests, stage: &Stage, i: usize, seconds: u32) {
+    explained(t, stage, i, format!("{} guest: a hostile process harms no other", NAMES[i]), move |g, lab, scene| {
+        endure(g, lab, seconds, i)?;
+        scene.nothing_left(i)
     });
 }

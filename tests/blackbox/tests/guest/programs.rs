@@ -21,14 +21,18 @@ fn mckey(member: End<'_>, sender: End<'_>) -> Check {
     }
 }
 
-/// Programs that connect by address. In a guest they use the kernel's rdma_cm.
-fn by_address(s: &mut Suite<'_>, name: &str, run: impl Fn(&dyn Fn(End<'_>, End<'_>) -> Check) -> Check) {
+/// Adds programs that connect by address. In a guest they use the kernel's rdma_cm. `ends`: the server and the client.
+fn by_address(t: &mut Tests, stage: &Stage, i: usize, name: &str, ends: for<'a> fn(usize, &'a Scene) -> [End<'a>; 2]) {
     for programs in BY_ADDRESS {
-        s.check(&format!("{name}, by address: {}", programs.0), |_| {
-            run(&|server, client| connect(server, client, *programs))
+        explained(t, stage, i, format!("{name}, by address: {}", programs.0), move |_, _, scene| {
+            let [server, client] = ends(i, scene);
+            connect(server, client, *programs)
         });
     }
-    s.check(&format!("{name}, by address: mckey"), |_| run(&|server, client| mckey(server, client)));
+    explained(t, stage, i, format!("{name}, by address: mckey"), move |_, _, scene| {
+        let [member, sender] = ends(i, scene);
+        mckey(member, sender)
+    });
 }
 
 /// Programs for two processes of one guest. On few processors polling processes delay each other, so these programs
@@ -73,62 +77,48 @@ const BY_ADDRESS: &[(&str, &str)] = &[
     ("udaddy -c 3", "udaddy -c 3 -s ADDR"),
 ];
 
-pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize) {
+pub(super) fn tests(t: &mut Tests, stage: &Stage, i: usize) {
     let which = NAMES[i];
-    s.check(&format!("{which} guest: ibv_devices, ibv_devinfo -v"), |_| {
-        stage.explained(i, &|g, _| {
-            let o = g.run("ibv_devices")?;
-            require(o.ok() && o.text.contains("unirdma0"), o.text)?;
-            let o = g.run("ibv_devinfo -v")?;
-            let shows = ["unirdma0", "PORT_ACTIVE", "Ethernet", &format!("::ffff:{}", g.ip)];
-            require(o.ok() && shows.iter().all(|t| o.text.contains(t)), o.text)
-        })
+    explained(t, stage, i, format!("{which} guest: ibv_devices, ibv_devinfo -v"), move |g, _, _| {
+        let o = g.run("ibv_devices")?;
+        require(o.ok() && o.text.contains("unirdma0"), o.text)?;
+        let o = g.run("ibv_devinfo -v")?;
+        let shows = ["unirdma0", "PORT_ACTIVE", "Ethernet", &format!("::ffff:{}", g.ip)];
+        require(o.ok() && shows.iter().all(|t| o.text.contains(t)), o.text)
     });
-    s.check(&format!("{which} guest alone: queues in all ways (C program)"), |_| {
-        stage.explained(i, &|g, _| {
-            let o = g.run(&format!("timeout {} queues", LIMIT.as_secs()))?;
-            require(o.ok() && o.text.contains("all queues worked"), o.text)
-        })
+    explained(t, stage, i, format!("{which} guest alone: queues in all ways (C program)"), move |g, _, _| {
+        let o = g.run(&format!("timeout {} queues", LIMIT.as_secs()))?;
+        require(o.ok() && o.text.contains("all queues worked"), o.text)
     });
     for p in WITHIN {
-        s.check(&format!("{which} guest alone: {p}"), |_| {
-            stage.explained(i, &|g, _| pair(End::Guest(g), End::Guest(g), p))
+        explained(t, stage, i, format!("{which} guest alone: {p}"), move |g, _, _| {
+            pair(End::Guest(g), End::Guest(g), p)
         });
     }
     for p in WITH_CONTAINER {
-        s.check(&format!("{which} guest serves a container: {p}"), |_| {
-            stage.explained(i, &|g, lab| pair(End::Guest(g), container(lab), p))
+        explained(t, stage, i, format!("{which} guest serves a container: {p}"), move |g, lab, _| {
+            pair(End::Guest(g), container(lab), p)
         });
-        s.check(&format!("{which} guest calls a container: {p}"), |_| {
-            stage.explained(i, &|g, lab| pair(container(lab), End::Guest(g), p))
+        explained(t, stage, i, format!("{which} guest calls a container: {p}"), move |g, lab, _| {
+            pair(container(lab), End::Guest(g), p)
         });
     }
     for p in BETWEEN {
-        s.check(&format!("{which} guest calls the other: {p}"), |_| {
-            stage.explained(i, &|g, _| pair(End::Guest(&stage.scene()?.guests[1 - i]), End::Guest(g), p))
+        explained(t, stage, i, format!("{which} guest calls the other: {p}"), move |g, _, scene| {
+            pair(End::Guest(&scene.guests[1 - i]), End::Guest(g), p)
         });
     }
-    by_address(s, &format!("{which} guest alone"), |both| {
-        stage.explained(i, &|g, _| both(End::Guest(g), End::Guest(g)))
-    });
-    by_address(s, &format!("{which} guest serves a container"), |both| {
-        stage.explained(i, &|g, lab| both(End::Guest(g), container(lab)))
-    });
-    by_address(s, &format!("{which} guest calls a container"), |both| {
-        stage.explained(i, &|g, lab| both(container(lab), End::Guest(g)))
-    });
-    by_address(s, &format!("{which} guest calls the other"), |both| {
-        stage.explained(i, &|g, _| both(End::Guest(&stage.scene()?.guests[1 - i]), End::Guest(g)))
-    });
-    s.check(&format!("{which} guest: its network"), |_| {
-        stage.explained(i, &|g, lab| {
-            let _there = idle(lab, "c")?;
-            let other = &stage.scene()?.guests[1 - i].ip;
-            for to in [ADDRESS_OF_CONTAINER, other] {
-                let o = g.run(&format!("ping -c 2 -i 0.2 -W 2 -s 8900 -M do {to}"))?;
-                require(o.text.contains(" 0% packet loss"), o.text)?;
-            }
-            Ok(())
-        })
+    by_address(t, stage, i, &format!("{which} guest alone"), |i, s| [s.end(i), s.end(i)]);
+    by_address(t, stage, i, &format!("{which} guest serves a container"), |i, s| [s.end(i), container(&s.lab)]);
+    by_address(t, stage, i, &format!("{which} guest calls a container"), |i, s| [container(&s.lab), s.end(i)]);
+    by_address(t, stage, i, &format!("{which} guest calls the other"), |i, s| [s.end(1 - i), s.end(i)]);
+    explained(t, stage, i, format!("{which} guest: its network"), move |g, lab, scene| {
+        let _there = idle(lab, "c")?;
+        let other = &scene.guests[1 - i].ip;
+        for to in [ADDRESS_OF_CONTAINER, other] {
+            let o = g.run(&format!("ping -c 2 -i 0.2 -W 2 -s 8900 -M do {to}"))?;
+            require(o.text.contains(" 0% packet loss"), o.text)?;
+        }
+        Ok(())
     });
 }

@@ -54,7 +54,7 @@ fn version_2(mut vmm: UnixStream) -> std::io::Result<()> {
 }
 
 /// Three unusable devices.
-fn unfit(prepared: &Prepared<'_>) -> Check {
+fn unfit(systems: &Shared<Systems>) -> Check {
     let lab = Lab::start(None)?;
     lab.vrnic("few", &["--ip", "10.0.0.1"])?;
     lab.vrnic("small", &["--ip", "10.0.0.2"])?;
@@ -69,7 +69,7 @@ fn unfit(prepared: &Prepared<'_>) -> Check {
     let more = [device("small", &lab.socket("small"), 128), device("newer", &newer, 192)].concat();
     let more: Vec<&str> = more.iter().map(String::as_str).collect();
     let plan = Plan { changes: &[("num_vqs=11", "num_vqs=2")], more: &more, ..Plan::default() };
-    let g = Guest::boot(&lab, prepared.system()?, "few", &plan)?;
+    let g = with_system(systems, |system| Guest::boot(&lab, system, "few", &plan))?;
     g.come_up()?;
     g.insert()?;
     said(&g, "too few virtqueues: it takes 4 (QEMU: num_vqs=)")?;
@@ -80,11 +80,11 @@ fn unfit(prepared: &Prepared<'_>) -> Check {
     g.unload()
 }
 
-fn not_shared(prepared: &Prepared<'_>) -> Check {
+fn not_shared(systems: &Shared<Systems>) -> Check {
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     let plan = Plan { changes: &[("share=on", "share=off")], driver: "timeout=3", ..Plan::default() };
-    let g = Guest::boot(&lab, prepared.system()?, "a", &plan)?;
+    let g = with_system(systems, |system| Guest::boot(&lab, system, "a", &plan))?;
     g.come_up()?;
     g.insert()?;
     said(&g, "A command was not answered: the device counts as lost")?;
@@ -93,15 +93,15 @@ fn not_shared(prepared: &Prepared<'_>) -> Check {
 }
 
 /// The second machine of one vRNIC waits, and comes up when the first one has ended.
-fn two_machines(prepared: &Prepared<'_>) -> Check {
+fn two_machines(systems: &Shared<Systems>) -> Check {
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
     let works = |g: &Guest| pair(container(&lab), End::Guest(g), "ibv_rc_pingpong -c -n 100");
-    let first = Guest::start(&lab, prepared.system()?, "a", &Plan::default())?;
-    let second = Guest::boot(&lab, prepared.system()?, "a", &Plan::default())?;
+    let first = with_system(systems, |system| Guest::start(&lab, system, "a", &Plan::default()))?;
+    let second = with_system(systems, |system| Guest::boot(&lab, system, "a", &Plan::default()))?;
     let said = || lab.log().contains("another virtual machine has it");
-    wait_until(said, "the log does not say why").map_err(|e| format!("{e}: {}", lab.log()))?;
+    soon(said, "the log does not say why").map_err(|e| format!("{e}: {}", lab.log()))?;
     require(!second.has_ended(), second.console())?;
     works(&first)?;
     first.power_off();
@@ -120,22 +120,28 @@ fn other_provider(g: &Guest) -> Check {
     require(text.contains("couldn't load driver") && text.contains("libunirdma-rdmav34.so"), text)
 }
 
-/// Tests with a guest of the scene.
-pub(super) fn provider(s: &mut Suite<'_>, stage: &Stage<'_>) {
-    s.check("wrong_input: guest: a provider of another rdma-core", |_| stage.explained(0, &|g, _| other_provider(g)));
+/// A test with guests of its own.
+type Alone = fn(&Shared<Systems>) -> Check;
+
+/// A test with a guest of the scene.
+pub(super) fn provider(t: &mut Tests, stage: &Stage) {
+    explained(t, stage, 0, "wrong_input: guest: a provider of another rdma-core", |g, _, _| other_provider(g));
 }
 
-pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
-    s.check("wrong_input: guest: too few virtqueues, a configuration space that is too small, another version", |_| {
-        unfit(prepared)
-    });
-    s.check("wrong_input: guest: memory that is not shared", |_| not_shared(prepared));
-    s.check("wrong_input: guest: a second machine on one vRNIC", |_| two_machines(prepared));
-    s.check("wrong_input: guest: a module without the headers of its kernel", |_| {
+pub(super) fn tests(t: &mut Tests, systems: &Shared<Systems>) {
+    let tests: [(&str, Alone); 3] = [
+        ("too few virtqueues, a configuration space that is too small, another version", unfit),
+        ("memory that is not shared", not_shared),
+        ("a second machine on one vRNIC", two_machines),
+    ];
+    for (name, test) in tests {
+        let systems = systems.clone();
+        t.test(format!("wrong_input: guest: {name}"), move || test(&systems));
+    }
+    t.test("wrong_input: guest: a module without the headers of its kernel", || {
         let dir = harness::root().join("guest/linux").display().to_string();
-        let o = std::process::Command::new("make").args(["-C", &dir, "KDIR=/nonexistent"]).output();
-        let text = o.map(|o| String::from_utf8_lossy(&o.stderr).into_owned()).map_err(|e| e.to_string())?;
+        let o = Output::of(std::process::Command::new("make").args(["-C", &dir, "KDIR=/nonexistent"]));
         let line = "There are no headers of the kernel in /nonexistent: install them";
-        require(text.lines().any(|l| l.starts_with(line)), text)
+        require(o.text.lines().any(|l| l.starts_with(line)), o.text)
     });
 }

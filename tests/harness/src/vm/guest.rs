@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use super::image::Image;
 use super::machine::{Config, Machine, Task};
 use super::{Kernel, Parts, failed};
-use crate::Result;
-use crate::harness::{self, Lab, Output};
+use crate::{Lab, Output, Result};
 
 /// Debian's programs that guests have.
 const PROGRAMS: &[&str] = &[
@@ -43,23 +42,27 @@ const DRIVER: &str = "unirdma_rdma";
 const READY: Duration = Duration::from_secs(30);
 
 /// A kernel with the programs of its release. It can be started any number of times.
-pub(crate) struct System {
+pub struct System {
     /// Version and release number of the kernel: 6.12.
     pub name: String,
+    /// The kernel as an ELF file.
     pub kernel: PathBuf,
+    /// The initial RAM file system.
     pub initrd: PathBuf,
     /// The command that starts QEMU, without arguments for the machine.
     pub qemu: Vec<String>,
 }
 
 /// Systems for guests. Dropping this value removes their files.
-pub(crate) struct Systems {
+pub struct Systems {
+    /// One for each kernel.
     pub all: Vec<System>,
     dir: PathBuf,
 }
 
 /// Parameters of a guest, apart from its system and its vRNIC.
-pub(crate) struct Plan<'a> {
+pub struct Plan<'a> {
+    /// Number of emulated processors.
     pub processors: u32,
     /// Size of memory, as QEMU takes it.
     pub memory: &'a str,
@@ -82,11 +85,13 @@ impl Default for Plan<'_> {
 }
 
 /// A guest with a vRNIC. Dropping this value ends it.
-pub(crate) struct Guest {
+pub struct Guest {
     machine: Machine,
     /// Name of its system.
     name: String,
+    /// Name of its vRNIC.
     pub vrnic: String,
+    /// IPv4 address of its vRNIC.
     pub ip: String,
     /// Parameters of its driver.
     driver: String,
@@ -135,7 +140,9 @@ impl Systems {
     /// As [`Systems::make`], and the errors of `add`.
     pub fn make_with(only: Option<&str>, add: &dyn Fn(&Kernel, &mut Image<'_>) -> Result<()>) -> Result<Systems> {
         let (parts, kernels) = Systems::parts(only)?;
-        let dir = std::env::temp_dir().join(format!("unirdma-guests-{}", std::process::id()));
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("unirdma-guests-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let dir = std::env::temp_dir().join(name);
         let mut systems = Systems { all: Vec::new(), dir };
         for k in kernels {
             let system = System::make(&parts, &k, &systems.dir, add)?;
@@ -164,13 +171,13 @@ impl System {
             image.program(p)?;
         }
         super::storage::add(&mut image)?;
-        let driver = parts.module(kernel, &harness::root().join("guest/linux"), DRIVER)?;
+        let driver = parts.module(kernel, &crate::root().join("guest/linux"), DRIVER)?;
         image.file(&driver, &format!("{DRIVER}.ko"))?;
-        let target = harness::unirdma();
+        let target = crate::unirdma();
         let target = target.ancestors().nth(2).ok_or("no target directory")?;
         let [target, into] = [target, image.root()].map(|p| p.display().to_string());
         let make = ["make", "-C", "guest/provider", "install", &format!("TARGET={target}"), &format!("DESTDIR={into}")];
-        super::run(&harness::root(), &make)?;
+        super::run(&crate::root(), &make)?;
         image.runtime()?;
         OURS.iter().try_for_each(|name| image.compile(name))?;
         add(kernel, &mut image)?;

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use super::machine::{self, PORTS};
 use super::{Kernel, failed, run, write};
 use crate::Result;
-use crate::harness;
 
 /// Script that waits for commands at a port of the virtual machine. It reads a line, and writes the output and a last
 /// line with the exit code.
@@ -25,7 +24,7 @@ done
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
 /// A file system that is being made.
-pub(crate) struct Image<'a> {
+pub struct Image<'a> {
     kernel: &'a Kernel,
     root: PathBuf,
     /// Files of the modules that are loaded at boot, in order.
@@ -109,7 +108,7 @@ impl<'a> Image<'a> {
     pub fn compile(&self, name: &str) -> Result<()> {
         let program = self.root.join("usr/bin").join(name).display().to_string();
         let source = format!("tests/c/{name}.c");
-        run(&harness::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
+        run(&crate::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
     }
 
     /// True if the kernel's release on this machine has this program.

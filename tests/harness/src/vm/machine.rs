@@ -11,8 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::failed;
-use crate::Result;
-use crate::harness::Output;
+use crate::{Output, Result};
 
 /// Number of commands that may run at a time.
 pub(super) const PORTS: usize = 8;
@@ -48,7 +47,7 @@ pub(super) struct Config<'a> {
 }
 
 /// A virtual machine. Dropping this value ends it.
-pub(crate) struct Machine {
+pub struct Machine {
     qemu: Mutex<Child>,
     dir: PathBuf,
     ports: Mutex<Ports>,
@@ -62,7 +61,7 @@ struct Ports {
 }
 
 /// A running command in a guest.
-pub(crate) struct Task {
+pub struct Task {
     state: Arc<State>,
     limit: Instant,
 }

@@ -14,14 +14,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::harness::{self, Lab};
+use crate::Lab;
 use crate::{Result, packages};
 
-pub(crate) use guest::{Guest, Plan, System, Systems};
-pub(crate) use image::Image;
-pub(crate) use machine::Task;
-pub(crate) use parts::{Kernel, Parts};
-pub(crate) use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
+pub use guest::{Guest, Plan, System, Systems};
+pub use image::Image;
+pub use machine::Task;
+pub use parts::{Kernel, Parts};
+pub use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
 
 pub(crate) fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{what}: {e}")
@@ -47,19 +47,19 @@ fn write(path: PathBuf, text: &str, mode: u32) -> Result<()> {
 ///
 /// # Errors
 /// The missing part.
-pub(crate) fn prepare() -> Result<()> {
-    if harness::uid() != 0 {
+pub fn prepare() -> Result<()> {
+    if crate::uid() != 0 {
         return Err("virtual machines with vRNICs need root, for their network".into());
     }
-    packages::ensure(&[packages::RUN, packages::TEST])?;
-    harness::build()
+    packages::ensure(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS])?;
+    crate::build()
 }
 
 /// Makes the parts of guests.
 ///
 /// # Errors
 /// The step that failed.
-pub(crate) fn build(kernel: Option<&str>) -> Result<()> {
+pub fn build(kernel: Option<&str>) -> Result<()> {
     prepare()?;
     let systems = Systems::make(kernel)?;
     let names: Vec<&str> = systems.all.iter().map(|s| s.name.as_str()).collect();
@@ -83,7 +83,7 @@ fn alone<T>(kernel: Option<&str>, interactive: bool, f: impl FnOnce(&Lab, Guest)
 ///
 /// # Errors
 /// If the guest does not come up, or the command fails.
-pub(crate) fn command(kernel: Option<&str>, command: &str) -> Result<()> {
+pub fn command(kernel: Option<&str>, command: &str) -> Result<()> {
     let o = alone(kernel, false, |_, guest| guest.run(command))?;
     print!("{}", o.text);
     match o.code {
@@ -97,7 +97,7 @@ pub(crate) fn command(kernel: Option<&str>, command: &str) -> Result<()> {
 ///
 /// # Errors
 /// If the guest does not come up.
-pub(crate) fn shell(kernel: Option<&str>) -> Result<()> {
+pub fn shell(kernel: Option<&str>) -> Result<()> {
     alone(kernel, true, |lab, guest| {
         let (exe, dir) = (lab.exe().display(), lab.dir.join("run").display().to_string());
         println!("\r\nthe peer: {exe} --dir {dir} run --vrnic peer -- COMMAND\r");

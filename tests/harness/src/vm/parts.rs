@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::{failed, run, write};
-use crate::{Result, harness, packages};
+use crate::{Result, packages};
 
 /// Debian's packages with its kernel and the build environment of its modules.
 const KERNEL: &[&str] = &[
@@ -53,7 +53,7 @@ const FROM_BACKPORTS: &str = "qemu-* seabios ipxe-qemu";
 const RECIPE: &str = "recipe";
 
 /// A kernel for guests.
-pub(crate) struct Kernel {
+pub struct Kernel {
     /// As `uname -r` prints it.
     pub version: String,
     /// The kernel as an ELF file, which starts faster under emulation than an image that unpacks itself.
@@ -67,7 +67,7 @@ pub(crate) struct Kernel {
 }
 
 /// The parts of guests. Other processes that want parts wait while this value exists.
-pub(crate) struct Parts {
+pub struct Parts {
     dir: PathBuf,
     /// Root directory of Debian 13.
     root: PathBuf,
@@ -115,7 +115,7 @@ impl Parts {
     /// # Errors
     /// The failed download.
     fn download() -> Result<Parts> {
-        let dir = harness::root().join("target/vm");
+        let dir = crate::root().join("target/vm");
         fs::create_dir_all(&dir).map_err(failed("target/vm"))?;
         let _lock = lock(&dir)?;
         let parts = Parts { root: dir.join("trixie"), dir, _lock };
@@ -189,7 +189,7 @@ impl Parts {
 
     /// Builds the library that gives the device's number a name in QEMU.
     fn preload(&self) -> Result<()> {
-        let (unirdma, to) = (harness::unirdma().display().to_string(), self.dir.join("name.so"));
+        let (unirdma, to) = (crate::unirdma().display().to_string(), self.dir.join("name.so"));
         whole(&to, |new| run(&self.dir, &[&unirdma, "vm", "preload", &new.display().to_string()]).map(|_| ()))
     }
 

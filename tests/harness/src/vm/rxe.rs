@@ -2,21 +2,22 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::image::Image;
 use super::machine::{Config, Machine, Task};
 use super::{Parts, failed, write};
-use crate::Result;
-use crate::harness::{self, Lab, Output};
-use crate::siw;
+use crate::{Lab, Output, Result, siw, within};
 
-/// Addresses of the guest and of this end of its cable.
-pub(crate) const GUEST: &str = "10.0.0.2";
-pub(crate) const OURS: &str = "10.0.0.254";
-/// The same addresses for IPv6.
-pub(crate) const GUEST6: &str = "fd01::2";
-pub(crate) const OURS6: &str = "fd01::254";
+/// Address of the guest.
+pub const GUEST: &str = "10.0.0.2";
+/// Address of this end of its cable.
+pub const OURS: &str = "10.0.0.254";
+/// IPv6 address of the guest.
+pub const GUEST6: &str = "fd01::2";
+/// IPv6 address of this end of its cable.
+pub const OURS6: &str = "fd01::254";
 
 /// Kernel modules, in the order of loading.
 const MODULES: &[&str] = &["crc32_generic", "ib_uverbs", "rdma_ucm", "rdma_rxe"];
@@ -67,7 +68,7 @@ fn image(parts: &Parts, siw: bool, dir: &Path) -> Result<(PathBuf, PathBuf)> {
     }
     image.provider("rxe")?;
     // Our own programs, for comparisons inside the guest.
-    let ours = harness::unirdma();
+    let ours = crate::unirdma();
     image.runtime()?;
     image.file(&ours, "bin/unirdma")?;
     image.file(&ours.with_file_name("libibverbs.so"), "dropin/libibverbs.so.1")?;
@@ -84,9 +85,9 @@ fn image(parts: &Parts, siw: bool, dir: &Path) -> Result<(PathBuf, PathBuf)> {
 
 /// A guest with rxe, and a virtual layer on the other end of its cable, with a vRNIC that has this end's address.
 /// Dropping this value ends both.
-pub(crate) struct Rxe {
+pub struct Rxe {
     machine: Option<Machine>,
-    pub lab: Option<Lab>,
+    lab: Option<Lab>,
     netns: String,
     dir: PathBuf,
 }
@@ -137,13 +138,14 @@ impl Rxe {
     /// # Errors
     /// The step that failed.
     pub fn boot_alone(siw: bool) -> Result<Rxe> {
-        let netns = format!("ur{}-vm", std::process::id());
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let netns = format!("ur{}-vm{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let dir = std::env::temp_dir().join(format!("unirdma-{netns}"));
         fs::create_dir_all(&dir).map_err(failed("temporary directory"))?;
         let mut g = Rxe { machine: None, lab: None, netns: netns.clone(), dir };
         let parts = Parts::make()?;
         let (kernel, initrd) = image(&parts, siw, &g.dir)?;
-        harness::ip(&format!("netns add {netns}"))?;
+        crate::ip(&format!("netns add {netns}"))?;
         for args in [
             "link set lo up",
             "tuntap add dev tap0 mode tap",
@@ -151,7 +153,7 @@ impl Rxe {
             &format!("addr add {OURS6}/64 dev tap0 nodad"),
             "link set tap0 up",
         ] {
-            harness::ip(&format!("-n {netns} {args}"))?;
+            crate::ip(&format!("-n {netns} {args}"))?;
         }
         let network = ["-netdev", "tap,id=n0,ifname=tap0,script=no,downscript=no"];
         let card = ["-device", "virtio-net-pci,netdev=n0,romfile="];
@@ -167,6 +169,14 @@ impl Rxe {
         machine.wait_up()?;
         g.machine = Some(machine);
         Ok(g)
+    }
+
+    /// The virtual layer on this side.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn lab(&self) -> Result<&Lab> {
+        self.lab.as_ref().ok_or_else(|| "no virtual layer".into())
     }
 
     fn machine(&self) -> Result<&Machine> {
@@ -194,15 +204,15 @@ impl Rxe {
     /// # Errors
     /// If none does.
     pub fn wait_listening(&self) -> Result<()> {
-        let start = Instant::now();
-        while start.elapsed() < Duration::from_secs(20) {
-            let o = self.run("netstat -ltn; rdma resource show cm_id")?;
-            if o.text.contains("LISTEN") {
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        Err("no program of the guest listens".into())
+        self.wait_for_listeners(true)
+    }
+
+    /// Waits until a program of the guest listens, or until none does.
+    fn wait_for_listeners(&self, any: bool) -> Result<()> {
+        let limit = Duration::from_secs(20);
+        let listens = || Ok(self.run("netstat -ltn; rdma resource show cm_id")?.text.contains("LISTEN") == any);
+        let otherwise = if any { "no program of the guest listens" } else { "a program of the guest still listens" };
+        within(limit, listens, otherwise).map(drop)
     }
 
     /// Runs a server in the guest and its client on the vRNIC, or the other way round. Returns the outputs of server
@@ -220,7 +230,9 @@ impl Rxe {
     /// # Errors
     /// If one of them cannot be started.
     pub fn serve_there(&self, server: &str, client: &str) -> Result<(Output, Output)> {
-        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let lab = self.lab()?;
+        // The port of the previous program must not be taken for the port of this one.
+        self.wait_for_listeners(false)?;
         let server = self.spawn(server)?;
         self.wait_listening()?;
         let client = lab.spawn("v", &["--net", "host"], client)?.finish();
@@ -232,7 +244,7 @@ impl Rxe {
     /// # Errors
     /// If one of them cannot be started.
     pub fn serve_here(&self, server: &str, client: &str) -> Result<(Output, Output)> {
-        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let lab = self.lab()?;
         let mut server = lab.spawn("v", &["--net", "host"], server)?;
         if !server.wait_listening(|| lab.rdma_listens("v")) {
             return Ok((server.finish(), Output::default()));
@@ -251,7 +263,7 @@ impl Rxe {
     /// # Errors
     /// If one of them cannot be started.
     pub fn multicast_there(&self) -> Result<(Output, Output)> {
-        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let lab = self.lab()?;
         let member = self.spawn(&format!("timeout 60 mckey -m 239.1.1.1 -b {GUEST}"))?;
         let start = Instant::now();
         // The group, as the kernel prints it.
@@ -277,7 +289,7 @@ impl Rxe {
     /// # Errors
     /// If one of them cannot be started.
     pub fn multicast_here(&self) -> Result<(Output, Output)> {
-        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let lab = self.lab()?;
         let command = format!("timeout 20 stdbuf -oL mckey -m 239.1.1.1 -b {OURS}");
         let member = lab.spawn("v", &["--net", "host"], &command)?;
         let start = Instant::now();
@@ -293,7 +305,7 @@ impl Drop for Rxe {
     fn drop(&mut self) {
         self.lab = None;
         self.machine = None;
-        let _ = harness::ip(&format!("netns del {}", self.netns));
+        let _ = crate::ip(&format!("netns del {}", self.netns));
         let _ = fs::remove_dir_all(&self.dir);
     }
 }

@@ -6,10 +6,9 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use super::guest::LIMIT;
+use harness::vm::System;
+
 use super::*;
-use crate::harness::Running;
-use crate::vm::System;
 
 const VRNIC: &str = "started";
 /// Longest time for a guest to come up.
@@ -89,5 +88,5 @@ pub(super) fn check(lab: &Lab, system: &System) -> Check {
     ];
     require(o.ok() && shows.iter().all(|t| o.text.contains(t)), format!("exit code {:?}: {}", o.code, o.text))?;
     require(std::fs::read(&image).is_ok_and(|after| after == before), "the image was changed in spite of --snapshot")?;
-    wait_until(|| lab.show(VRNIC).is_ok_and(|v| v["sessions"] == 0), "the session stays")
+    soon(|| lab.show(VRNIC).is_ok_and(|v| v["sessions"] == 0), "the session stays")
 }

@@ -1,8 +1,6 @@
 //! Storage over RDMA by the kernels of two guests, which register memory by work requests.
 
-use super::guest::{LIMIT, Scene, nothing_left};
 use super::*;
-use crate::vm::Guest;
 
 const NQN: &str = "nqn.2026-01.local.unirdma:disk";
 /// Writes blocks of many sizes at random places, many at a time, and then reads and checks them.
@@ -42,7 +40,7 @@ fn nvme([host, target]: [&Guest; 2]) -> Check {
         target.ip
     );
     all(host, &["/load-nvme-host", &connect])?;
-    wait_until(|| host.run("test -b /dev/nvme0n1").is_ok_and(|o| o.ok()), "there is no disk")?;
+    soon(|| host.run("test -b /dev/nvme0n1").is_ok_and(|o| o.ok()), "there is no disk")?;
     all(host, &[&format!("{FIO} --filename=/dev/nvme0n1"), &format!("nvme disconnect -n {NQN}"), "/unload-nvme-host"])?;
     all(
         target,
@@ -101,19 +99,18 @@ fn nfs([server, client]: [&Guest; 2]) -> Check {
 /// A test with the first guest, which has programs of Debian 13, and the second one.
 type Use = fn([&Guest; 2]) -> Check;
 
-pub(super) fn run<'a>(s: &mut Suite<'_>, scene: &dyn Fn() -> Result<&'a Scene>) {
+pub(super) fn tests(t: &mut Tests, stage: &Stage) {
     let tests: [(&str, Use); 2] = [("NVMe over RDMA", nvme), ("NFS over RDMA", nfs)];
     for (what, test) in tests {
-        s.check(&format!("guests' kernels: {what}; what is read is what was written, and nothing is left"), |_| {
-            let scene = scene()?;
-            let [first, second] = [&scene.guests[0], &scene.guests[1]];
-            let explained = |e: String| format!("{}\n{}", first.explain(&second.explain(&e)), scene.lab.log());
-            test([first, second]).map_err(explained)?;
+        let name = format!("guests' kernels: {what}; what is read is what was written, and nothing is left");
+        explained(t, stage, 0, name, move |first, _, scene| {
+            let second = &scene.guests[1];
+            test([first, second]).map_err(|e| second.explain(&e))?;
             // The kernel keeps CQs for later users.
             for (i, guest) in [first, second].into_iter().enumerate() {
                 guest.unload()?;
                 guest.load()?;
-                nothing_left(scene, i)?;
+                scene.nothing_left(i)?;
             }
             Ok(())
         });

@@ -1,0 +1,85 @@
+//! The programs under test: where they are, and how they are built. And the user and the cores that this process has.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::Result;
+
+/// This user's id.
+pub fn uid() -> u32 {
+    // SAFETY: cannot fail and touches no memory.
+    unsafe { libc::geteuid() }
+}
+
+/// An id without privileges: `nobody` for root, else this user.
+pub fn own_user() -> u32 {
+    match uid() {
+        0 => 65534,
+        u => u,
+    }
+}
+
+/// The workspace's directory.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_path_buf()
+}
+
+/// The built `unirdma`.
+pub fn unirdma() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from).join("release/unirdma")
+}
+
+/// Builds the programs.
+///
+/// # Errors
+/// If the build fails.
+pub fn build() -> Result<()> {
+    cargo_build(&[])
+}
+
+/// Builds an example program of a package. Returns its path.
+///
+/// # Errors
+/// If the build fails.
+pub fn build_example(package: &str, name: &str) -> Result<PathBuf> {
+    cargo_build(&["--package", package, "--example", name])?;
+    Ok(unirdma().with_file_name("examples").join(name))
+}
+
+/// Builds the programs of another checkout, into that checkout's `target`.
+///
+/// # Errors
+/// If the build fails.
+pub fn build_in(tree: &Path) -> Result<()> {
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--quiet"]).current_dir(tree).env_remove("CARGO_TARGET_DIR");
+    succeed(c)
+}
+
+/// If this environment variable is set, the programs are used as they are.
+const BUILT: &str = "UNIRDMA_TEST_BUILT";
+
+fn cargo_build(what: &[&str]) -> Result<()> {
+    if std::env::var_os(BUILT).is_some() {
+        return Ok(());
+    }
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--quiet"]).args(what).current_dir(root());
+    succeed(c)
+}
+
+fn succeed(mut build: Command) -> Result<()> {
+    let ok = build.status().is_ok_and(|s| s.success());
+    if ok { Ok(()) } else { Err("cargo build --release failed".into()) }
+}
+
+/// The cores that this program may use, in ascending order.
+pub fn cores() -> Vec<usize> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or_default().trim();
+    let range = |r: &str| {
+        let (first, last) = r.split_once('-').unwrap_or((r, r));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    };
+    list.split(',').filter_map(range).flatten().collect()
+}
