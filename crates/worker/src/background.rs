@@ -47,9 +47,9 @@ impl<T, K: Ord + Copy> State<T, K> {
         let after = self.last.and_then(|last| self.waiting.range((Bound::Excluded(last), Bound::Unbounded)).next());
         let vrnic = *after.or_else(|| self.waiting.iter().next())?.0;
         self.last = Some(vrnic);
-        let lane = self.waiting.get_mut(&vrnic)?;
-        let lookup = lane.pop_front();
-        if lane.is_empty() {
+        let queue = self.waiting.get_mut(&vrnic)?;
+        let lookup = queue.pop_front();
+        if queue.is_empty() {
             self.waiting.remove(&vrnic);
         }
         lookup
@@ -79,10 +79,10 @@ impl Background {
     }
 
     fn start(self: &Arc<Self>) -> io::Result<()> {
-        let clerk = self.clone();
-        std::thread::Builder::new().name("clerk".into()).spawn(move || {
+        let background = self.clone();
+        std::thread::Builder::new().name("background".into()).spawn(move || {
             confine::thread(Kind::Background);
-            clerk.run();
+            background.run();
         })?;
         Ok(())
     }

@@ -1,5 +1,5 @@
 //! What the watcher (`engine::watcher`) knows of a worker's threads: since when each has worked, and which thread has
-//! the seat of each poller.
+//! the slot of each poller.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -51,7 +51,7 @@ struct PollerSlot {
 /// State that the watcher of a worker checks.
 #[derive(Default)]
 pub(crate) struct Liveness {
-    seats: Vec<PollerSlot>,
+    slots: Vec<PollerSlot>,
     pub control: CachePadded<Heartbeat>,
     pub switch: CachePadded<Heartbeat>,
     /// There are sessions.
@@ -63,34 +63,34 @@ pub(crate) struct Liveness {
 
 impl Liveness {
     pub fn new(pollers: usize) -> Self {
-        Liveness { seats: (0..pollers).map(|_| PollerSlot::default()).collect(), ..Liveness::default() }
+        Liveness { slots: (0..pollers).map(|_| PollerSlot::default()).collect(), ..Liveness::default() }
     }
 
-    /// Gives a seat to a thread that is about to start. Returns that thread's number.
-    pub fn give(&self, seat: usize) -> u64 {
-        self.seats[seat].holder.fetch_add(1, Ordering::SeqCst) + 1
+    /// Gives a slot to a thread that is about to start. Returns that thread's number.
+    pub fn give(&self, slot: usize) -> u64 {
+        self.slots[slot].holder.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Returns a seat to the thread that had it, because the new thread could not start.
-    pub fn give_back(&self, seat: usize) {
-        self.seats[seat].holder.fetch_sub(1, Ordering::SeqCst);
+    /// Returns a slot to the thread that had it, because the new thread could not start.
+    pub fn give_back(&self, slot: usize) {
+        self.slots[slot].holder.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// True while the thread has the seat.
-    pub fn has(&self, seat: usize, thread: u64) -> bool {
-        self.seats[seat].holder.load(Ordering::SeqCst) == thread
+    /// True while the thread has the slot.
+    pub fn has(&self, slot: usize, thread: u64) -> bool {
+        self.slots[slot].holder.load(Ordering::SeqCst) == thread
     }
 
-    /// Runs `f`, a job that may be slow, for the thread that has the seat. False if the thread has lost the seat
+    /// Runs `f`, a job that may be slow, for the thread that has the slot. False if the thread has lost the slot
     /// meanwhile.
-    pub fn do_slow(&self, seat: usize, thread: u64, job: u64, f: impl FnOnce()) -> bool {
-        let s = &self.seats[seat];
+    pub fn do_slow(&self, slot: usize, thread: u64, job: u64, f: impl FnOnce()) -> bool {
+        let s = &self.slots[slot];
         s.job.store(job, Ordering::Relaxed);
         let since_ns = s.pulse.begin();
         self.set(&self.jobs, true);
         f();
         s.pulse.end(since_ns);
-        self.has(seat, thread)
+        self.has(slot, thread)
     }
 
     /// Tells the watcher whether there are sessions.
@@ -117,15 +117,15 @@ impl Liveness {
         let _ = self.watcher.set(watcher);
     }
 
-    /// Number of seats.
-    pub fn seats(&self) -> usize {
-        self.seats.len()
+    /// Number of slots.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
     }
 
-    /// The job that the thread in a seat has run for more than `slow_ns`, and since when. Each job is returned
+    /// The job that the thread in a slot has run for more than `slow_ns`, and since when. Each job is returned
     /// once.
-    pub fn take_slow(&self, seat: usize, now: u64, slow_ns: u64) -> Option<(u64, u64)> {
-        let s = &self.seats[seat];
+    pub fn take_slow(&self, slot: usize, now: u64, slow_ns: u64) -> Option<(u64, u64)> {
+        let s = &self.slots[slot];
         let (since_ns, job) = (s.pulse.since_ns(), s.job.load(Ordering::Relaxed));
         // If the watcher ends the work, no other job has begun since the pulse was read, so `job` is its number.
         let slow = since_ns != 0 && now.saturating_sub(since_ns) > slow_ns && s.pulse.end(since_ns);
@@ -136,7 +136,7 @@ impl Liveness {
     pub fn recount_jobs(&self) {
         // In this order, since a job that begins after the store wakes the watcher.
         self.jobs.store(false, Ordering::SeqCst);
-        self.jobs.fetch_or(self.seats.iter().any(|s| s.pulse.since_ns() != 0), Ordering::SeqCst);
+        self.jobs.fetch_or(self.slots.iter().any(|s| s.pulse.since_ns() != 0), Ordering::SeqCst);
     }
 
     /// True if there are jobs, or there were some since the last [`Liveness::recount_jobs`].

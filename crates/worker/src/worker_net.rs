@@ -8,7 +8,7 @@ use std::sync::Arc;
 use unirdma_formats::net::FIRST_SOURCE_PORT;
 use unirdma_ipc::network::{Enrolment, Role};
 
-use crate::encryption::{Board, Seals};
+use crate::encryption::{Seals, SessionTable};
 use crate::fault_injector::FaultyPort;
 use crate::port::{PacketPort, Port, UdpPort};
 use crate::tunnel::Tunnel;
@@ -23,8 +23,8 @@ pub fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(Box<dyn 
         let text = format!("group {} has {} sockets, but {} came", e.group, e.roles.len(), sockets.len());
         return Err(wrong(text));
     }
-    let board = Arc::new(Board::default());
-    let seals = Seals::new(board.clone(), &e.group);
+    let table = Arc::new(SessionTable::default());
+    let seals = Seals::new(table.clone(), &e.group);
     let mut port = UdpPort::new(e.first_port.unwrap_or(FIRST_SOURCE_PORT), e.icrc, seals);
     let (mut tunnel, mut packets) = (Vec::new(), Vec::new());
     for (&role, fd) in e.roles.iter().zip(sockets) {
@@ -49,5 +49,5 @@ pub fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(Box<dyn 
         Some(percent) => Box::new(FaultyPort::new(port, percent, 1)),
         None => port,
     };
-    Ok((port, Tunnel::new(tunnel, board)?))
+    Ok((port, Tunnel::new(tunnel, table)?))
 }

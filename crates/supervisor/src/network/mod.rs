@@ -35,7 +35,7 @@ use unirdma_rnic::{MAX_OUTER_BYTES, WireDrops};
 use interface::interface_mtu;
 use peer_table::PeerTable;
 pub(crate) use peer_table::PeerUpdate;
-use qpn_ranges::Units;
+use qpn_ranges::QpnRanges;
 use reuseport::{Indices, Member, ReuseportGroup};
 pub(crate) use reuseport_order::ORDER_FILE;
 use reuseport_order::Orders;
@@ -190,11 +190,11 @@ pub(crate) struct Network {
     /// Polls all descriptors that [`Network::on_event`] reads.
     epoll: OwnedFd,
     announcer: Announcer,
-    lanes: Vec<ReuseportGroup>,
+    reuseports: Vec<ReuseportGroup>,
     groups: BTreeMap<String, Group>,
     /// The group that has each of this host's addresses.
     owners: BTreeMap<IpAddr, String>,
-    units: Units,
+    qpn_ranges: QpnRanges,
     firewall: Option<Firewall>,
 }
 
@@ -206,8 +206,8 @@ impl Network {
     /// invalid.
     pub fn open(c: &WireConfig, dir: &Path, source: Box<dyn Source>) -> io::Result<Network> {
         let claim = |kind| c.addresses.iter().map(move |&a| ReuseportGroup::claim(kind, a));
-        let lanes = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
-        Network::with_lanes(c, dir, source, lanes)
+        let reuseports = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
+        Network::with_reuseports(c, dir, source, reuseports)
     }
 
     /// Takes over the network of a supervisor that was killed. `workers` has what [`Network::to_keep`] returned for
@@ -224,9 +224,9 @@ impl Network {
     ) -> io::Result<Network> {
         let unfit = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
         let (mut given, mut groups) = (HashMap::new(), BTreeMap::new());
-        let mut units = Units::new();
+        let mut qpn_ranges = QpnRanges::new();
         for (e, sockets) in workers {
-            if e.roles.len() != sockets.len() || e.addresses != c.addresses || !units.take(&e.qpns) {
+            if e.roles.len() != sockets.len() || e.addresses != c.addresses || !qpn_ranges.take(&e.qpns) {
                 return Err(unfit("a worker has other sockets, addresses or QPNs than it should"));
             }
             let mut group = Group::new(e.id, e.qpns, e.first_port);
@@ -247,7 +247,7 @@ impl Network {
             return Err(unfit("--full-icrc is another one"));
         }
         let options = options(c);
-        let mut lanes = Vec::new();
+        let mut reuseports = Vec::new();
         for order in Orders::new(dir).read().map_err(|e| unfit(&format!("the order of sockets is lost: {e}")))? {
             let mut sockets = Vec::new();
             for (group, inode) in order.sockets {
@@ -260,27 +260,27 @@ impl Network {
                 }
                 sockets.push(member);
             }
-            lanes.push(ReuseportGroup::adopt(order.kind, order.address, options, sockets));
+            reuseports.push(ReuseportGroup::adopt(order.kind, order.address, options, sockets));
         }
-        if !given.is_empty() || lanes.len() != 2 * c.addresses.len() {
+        if !given.is_empty() || reuseports.len() != 2 * c.addresses.len() {
             return Err(unfit("there are more workers or fewer addresses than there were"));
         }
-        let mut network = Network::with_lanes(c, dir, source, lanes)?;
-        (network.groups, network.units) = (groups, units);
+        let mut network = Network::with_reuseports(c, dir, source, reuseports)?;
+        (network.groups, network.qpn_ranges) = (groups, qpn_ranges);
         network.steer()?;
         network.groups_changed();
         Ok(network)
     }
 
-    fn with_lanes(
+    fn with_reuseports(
         c: &WireConfig,
         dir: &Path,
         mut source: Box<dyn Source>,
-        mut lanes: Vec<ReuseportGroup>,
+        mut reuseports: Vec<ReuseportGroup>,
     ) -> io::Result<Network> {
         let options = options(c);
-        for lane in &mut lanes {
-            lane.set_options(options).map_err(|e| {
+        for reuseport in &mut reuseports {
+            reuseport.set_options(options).map_err(|e| {
                 let text = format!("--firewall marks what this host sends ({e}): run as root, or with CAP_NET_ADMIN");
                 io::Error::new(e.kind(), text)
             })?;
@@ -315,10 +315,10 @@ impl Network {
             orders: Orders::new(dir),
             epoll,
             announcer,
-            lanes,
+            reuseports,
             groups: BTreeMap::new(),
             owners: BTreeMap::new(),
-            units: Units::new(),
+            qpn_ranges: QpnRanges::new(),
             firewall,
         };
         network.watch_own_sockets()?;
@@ -336,7 +336,8 @@ impl Network {
         if self.groups.contains_key(group) {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("group {group} has sockets already")));
         }
-        let qpns = self.units.first().ok_or_else(|| io::Error::other("all QPNs of this host are taken by groups"))?;
+        let qpns =
+            self.qpn_ranges.first().ok_or_else(|| io::Error::other("all QPNs of this host are taken by groups"))?;
         self.groups.insert(group.into(), Group::new(id, vec![qpns], self.free_port()));
         let done = self.make_sockets(group);
         if done.is_err() {
@@ -346,7 +347,7 @@ impl Network {
     }
 
     fn make_sockets(&mut self, group: &str) -> io::Result<()> {
-        self.lanes.iter_mut().try_for_each(|l| l.enter(group))?;
+        self.reuseports.iter_mut().try_for_each(|l| l.enter(group))?;
         if self.options.full_icrc {
             let packets = |address| {
                 let socket = open::packets(address, &[bpf::end(0)])?;
@@ -402,9 +403,13 @@ impl Network {
             sockets.push(socket.try_clone_to_owned()?);
             Ok(())
         };
-        for lane in &self.lanes {
-            let role = if lane.kind == Kind::Roce { Role::Roce(lane.address) } else { Role::Tunnel(lane.address) };
-            if let Some(udp) = lane.socket(group) {
+        for reuseport in &self.reuseports {
+            let role = if reuseport.kind == Kind::Roce {
+                Role::Roce(reuseport.address)
+            } else {
+                Role::Tunnel(reuseport.address)
+            };
+            if let Some(udp) = reuseport.socket(group) {
                 give(role, udp.as_fd())?;
             }
         }
@@ -433,9 +438,9 @@ impl Network {
     pub fn dismiss(&mut self, group: &str) {
         let Some(g) = self.groups.remove(group) else { return };
         self.known.forget_worker(group);
-        self.units.give_back(&g.qpns);
+        self.qpn_ranges.give_back(&g.qpns);
         self.owners.retain(|_, owner| owner != group);
-        self.lanes.iter_mut().for_each(|l| l.leave(group));
+        self.reuseports.iter_mut().for_each(|l| l.leave(group));
         if let Err(e) = self.steer() {
             tracing::error!("packets may not find their groups any more: {e}");
         }
@@ -445,12 +450,12 @@ impl Network {
     /// Gives a group another range of QPNs, if it may have one. Returns all its ranges.
     pub fn more_qpns(&mut self, group: &str) -> Option<Vec<Range>> {
         let g = self.groups.get_mut(group)?;
-        let range = self.units.further(&g.qpns)?;
+        let range = self.qpn_ranges.further(&g.qpns)?;
         g.qpns.push(range);
         let all = g.qpns.clone();
         if let Err(e) = self.steer() {
             tracing::error!("group {group} gets no more QPNs: {e}");
-            self.units.give_back(&[range]);
+            self.qpn_ranges.give_back(&[range]);
             self.groups.get_mut(group).into_iter().for_each(|g| g.qpns.retain(|r| *r != range));
             return None;
         }
@@ -496,10 +501,10 @@ impl Network {
 
     /// Updates the BPF programs that assign packets to sockets.
     fn steer(&mut self) -> io::Result<()> {
-        let Network { lanes, groups, owners, known, .. } = self;
-        for lane in lanes.iter_mut() {
-            let (kind, address) = (lane.kind, lane.address);
-            lane.steer(|at, own| match kind {
+        let Network { reuseports, groups, owners, known, .. } = self;
+        for reuseport in reuseports.iter_mut() {
+            let (kind, address) = (reuseport.kind, reuseport.address);
+            reuseport.steer(|at, own| match kind {
                 Kind::Roce => {
                     let (table, manager) = qpn_table(groups, owners.get(&address), at);
                     bpf::by_qpn(&table, manager)
@@ -510,7 +515,7 @@ impl Network {
                 }
             })?;
         }
-        self.orders.write(&self.lanes)?;
+        self.orders.write(&self.reuseports)?;
         self.watch_own_sockets()?;
         self.set_filters()
     }
@@ -540,7 +545,7 @@ impl Network {
 
     /// Watches the supervisor's sockets. Each change of the steering may replace them.
     fn watch_own_sockets(&self) -> io::Result<()> {
-        for udp in self.lanes.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(ReuseportGroup::own) {
+        for udp in self.reuseports.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(ReuseportGroup::own) {
             match epoll::add(&self.epoll, udp, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
                 Ok(()) | Err(rustix::io::Errno::EXIST) => {}
                 Err(e) => return Err(e.into()),
@@ -561,9 +566,9 @@ impl Network {
     pub fn on_event(&mut self) -> bool {
         let mut changed = self.learn();
         let mut buffer = [0; MAX_PACKET];
-        let out = Out(&self.lanes);
+        let out = Out(&self.reuseports);
         self.announcer.on_timer(&out);
-        for udp in self.lanes.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(ReuseportGroup::own) {
+        for udp in self.reuseports.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(ReuseportGroup::own) {
             for _ in 0..BURST {
                 let Ok((n, from)) = udp.recv_from(&mut buffer) else { break };
                 if self.announcer.on_packet(from, &buffer[..n], &out) {
@@ -628,7 +633,7 @@ impl Network {
             tracing::warn!("{h}");
         }
         self.hidden = hidden;
-        self.announcer.set_groups(members, joined, &Out(&self.lanes));
+        self.announcer.set_groups(members, joined, &Out(&self.reuseports));
         for group in self.groups.keys() {
             self.known.note_agreement(group, None, |host, vni| self.announcer.agrees(host, vni, group));
         }
@@ -753,21 +758,21 @@ fn ipv4(addresses: &[IpAddr]) -> impl Iterator<Item = Ipv4Addr> {
 struct Out<'a>(&'a [ReuseportGroup]);
 
 impl Out<'_> {
-    fn lane(&self, to: IpAddr) -> Option<&ReuseportGroup> {
+    fn reuseport(&self, to: IpAddr) -> Option<&ReuseportGroup> {
         self.0.iter().find(|l| l.kind == Kind::Tunnel && l.address.is_ipv4() == to.is_ipv4())
     }
 }
 
 impl Outlet for Out<'_> {
     fn send(&self, packet: &[u8], to: IpAddr) {
-        if let Some(udp) = self.lane(to).and_then(ReuseportGroup::own) {
+        if let Some(udp) = self.reuseport(to).and_then(ReuseportGroup::own) {
             // If the queue is full, the packet is dropped, as on a wire.
             let _ = udp.send_to(packet, SocketAddr::new(to, VXLAN_PORT));
         }
     }
 
     fn own_address(&self, to: IpAddr) -> IpAddr {
-        self.lane(to).map_or(to, |l| l.address)
+        self.reuseport(to).map_or(to, |l| l.address)
     }
 }
 

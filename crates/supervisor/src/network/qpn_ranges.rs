@@ -16,15 +16,15 @@ const MAX_OF_GROUP: u32 = UNITS / 8;
 const MAX_FURTHER: u32 = UNITS / 2;
 
 /// The taken units.
-pub(super) struct Units {
+pub(super) struct QpnRanges {
     taken: Vec<bool>,
     /// Start of the next search. It advances, so that the numbers of a removed group stay unused for a long time.
     next: u32,
 }
 
-impl Units {
+impl QpnRanges {
     pub fn new() -> Self {
-        Units { taken: vec![false; UNITS as usize], next: 0 }
+        QpnRanges { taken: vec![false; UNITS as usize], next: 0 }
     }
 
     /// Takes a first unit for a group.
@@ -69,37 +69,37 @@ mod tests {
 
     #[test]
     fn a_group_grows_to_an_eighth_and_leaves_half_to_others() {
-        let mut units = Units::new();
-        let mut groups: Vec<Vec<Range>> = (0..6).map(|_| vec![units.first().unwrap()]).collect();
+        let mut ranges = QpnRanges::new();
+        let mut groups: Vec<Vec<Range>> = (0..6).map(|_| vec![ranges.first().unwrap()]).collect();
         assert_eq!(groups[1], [(UNIT, UNIT)]);
         for g in &mut groups {
-            while let Some(r) = units.further(g) {
+            while let Some(r) = ranges.further(g) {
                 g.push(r);
             }
         }
         let sizes: Vec<u32> = groups.iter().map(|g| g.len() as u32).collect();
         assert_eq!(sizes, [128, 128, 128, 126, 1, 1]);
-        let more = std::iter::from_fn(|| units.first()).count();
+        let more = std::iter::from_fn(|| ranges.first()).count();
         assert_eq!(more as u32, UNITS / 2);
         // Freed units can be taken again, and no unit is taken twice.
-        units.give_back(&groups[3]);
-        assert!(units.take(&groups[3][5..]) && !units.take(&groups[3][..6]) && units.take(&groups[3][..5]));
+        ranges.give_back(&groups[3]);
+        assert!(ranges.take(&groups[3][5..]) && !ranges.take(&groups[3][..6]) && ranges.take(&groups[3][..5]));
         assert!(
-            !units.take(&[(1, UNIT)])
-                && !units.take(&[(0, UNIT * 2000)])
-                && !units.take(&[(u32::MAX - UNIT + 1, UNIT)])
+            !ranges.take(&[(1, UNIT)])
+                && !ranges.take(&[(0, UNIT * 2000)])
+                && !ranges.take(&[(u32::MAX - UNIT + 1, UNIT)])
         );
     }
 
     #[test]
     fn a_number_rests_before_it_comes_back() {
-        let mut units = Units::new();
-        let first = units.first().unwrap();
-        units.give_back(&[first]);
-        assert_eq!(units.first(), Some((UNIT, UNIT)));
+        let mut ranges = QpnRanges::new();
+        let first = ranges.first().unwrap();
+        ranges.give_back(&[first]);
+        assert_eq!(ranges.first(), Some((UNIT, UNIT)));
         for _ in 0..UNITS - 2 {
-            units.first();
+            ranges.first();
         }
-        assert_eq!((units.first(), units.first()), (Some(first), None));
+        assert_eq!((ranges.first(), ranges.first()), (Some(first), None));
     }
 }

@@ -3,9 +3,9 @@
 //!
 //! The kernel has sockets with SO_REUSEPORT in an array, and a BPF program returns the index of the socket that gets a
 //! packet ([`super::bpf`]). A new socket is appended. When a socket is removed, the last one takes its place
-//! (net/core/sock_reuseport.c). A lane has an array of its own with the same order. A socket is removed only when no
-//! process has it open. So a worker that dies changes no index, since the supervisor has duplicates of its sockets. A
-//! supervisor that dies changes none, since its own socket is always the last.
+//! (net/core/sock_reuseport.c). A [`ReuseportGroup`] has an array of its own with the same order. A socket is removed
+//! only when no process has it open. So a worker that dies changes no index, since the supervisor has duplicates of its
+//! sockets. A supervisor that dies changes none, since its own socket is always the last.
 //!
 //! The program is attached through the supervisor's own socket. Workers' sockets are locked, so that no worker can
 //! attach another program.
@@ -62,7 +62,7 @@ impl ReuseportGroup {
         Ok(ReuseportGroup { kind, address, options: Options::default(), order: vec![Occupant::Own(own)] })
     }
 
-    /// A lane of a supervisor that died, with the sockets of its workers in the kernel's order.
+    /// A reuseport group of a supervisor that died, with the sockets of its workers in the kernel's order.
     pub fn adopt(kind: Kind, address: IpAddr, options: Options, members: Vec<Member>) -> ReuseportGroup {
         let order = members.into_iter().map(Occupant::Group).collect();
         ReuseportGroup { kind, address, options, order }

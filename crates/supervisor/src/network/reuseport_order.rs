@@ -1,5 +1,5 @@
-//! The order of the sockets in each lane, in a file. Only the kernel knows it otherwise, and does not reveal it. The
-//! successor of a killed supervisor reads the file, and takes over the sockets that the workers still have.
+//! The order of the sockets in each reuseport group, in a file. Only the kernel knows it otherwise, and does not reveal
+//! it. The successor of a killed supervisor reads the file, and takes over the sockets that the workers still have.
 
 use std::io;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use super::reuseport::ReuseportGroup;
 /// workers.
 pub(crate) const ORDER_FILE: &str = "sockets";
 
-/// A lane: its groups in the kernel's order, each with the inode of its socket.
+/// A reuseport group: its groups in the kernel's order, each with the inode of its socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Order {
     pub kind: Kind,
@@ -43,16 +43,16 @@ impl Orders {
         serde_json::from_str(&text).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
     }
 
-    /// Writes the order of these lanes, if it has changed. The file is complete at any time.
+    /// Writes the order of these reuseport groups, if it has changed. The file is complete at any time.
     ///
     /// # Errors
     /// Errors of files.
-    pub fn write(&mut self, lanes: &[ReuseportGroup]) -> io::Result<()> {
+    pub fn write(&mut self, reuseports: &[ReuseportGroup]) -> io::Result<()> {
         let order = |l: &ReuseportGroup| {
             let sockets = l.members().map(|m| (m.group.clone(), m.inode)).collect();
             Order { kind: l.kind, address: l.address, sockets }
         };
-        let orders: Vec<Order> = lanes.iter().map(order).collect();
+        let orders: Vec<Order> = reuseports.iter().map(order).collect();
         if orders == self.written {
             return Ok(());
         }

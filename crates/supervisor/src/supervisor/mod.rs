@@ -45,7 +45,7 @@ use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
-use takeover::Heritage;
+use takeover::Takeover;
 
 /// Tokens in the epoll set. A group's tokens have its number in their lower half.
 const STOP: u64 = 0;
@@ -116,9 +116,9 @@ impl Supervisor {
     /// # Errors
     /// One line: the directory, or a worker that cannot be taken over.
     pub fn open(config: &HostConfig) -> io::Result<Arc<Supervisor>> {
-        let heritage = match config.isolation {
+        let takeover = match config.isolation {
             Isolation::Threads(_) => None,
-            Isolation::Processes => Heritage::find(&config.dir)?,
+            Isolation::Processes => Takeover::find(&config.dir)?,
         };
         let (confinement, in_force) = match config.isolation {
             Isolation::Threads(_) => (None, InForce::default()),
@@ -135,7 +135,7 @@ impl Supervisor {
             }
         };
         let bulletin = CentrePeers::default();
-        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
+        let (takeover, network) = Takeover::network(takeover, config.wire.as_ref(), &config.dir, &bulletin)?;
         let around = SupervisorShared {
             isolation: config.isolation,
             confinement,
@@ -172,7 +172,7 @@ impl Supervisor {
             stopping: AtomicBool::new(false),
         };
         let s = Arc::new(s);
-        let begun = s.begin(heritage);
+        let begun = s.begin(takeover);
         if begun.is_err() {
             s.end();
         }
@@ -180,15 +180,15 @@ impl Supervisor {
     }
 
     /// Starts the keeper and the default group, or takes over what an earlier supervisor has left.
-    fn begin(self: &Arc<Self>, heritage: Option<Heritage>) -> io::Result<()> {
+    fn begin(self: &Arc<Self>, takeover: Option<Takeover>) -> io::Result<()> {
         for d in [self.around.doors.clone(), self.dir.join("vrnics")] {
             let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&d);
             make.map_err(crate::context("cannot create", &d))?;
             std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
         }
         if matches!(self.around.isolation, Isolation::Processes) {
-            match heritage {
-                Some(h) => self.inherit(h),
+            match takeover {
+                Some(h) => self.take_over(h),
                 None => *lock(&self.keeper) = Some(Keeper::start(&self.dir)?),
             }
             self.watch_keeper();

@@ -13,7 +13,7 @@ const VRNIC: &str = "vrnic";
 const SECRETS: &str = "secrets";
 
 /// The state that a dead supervisor has left.
-pub(super) struct Heritage {
+pub(super) struct Takeover {
     keeper: Keeper,
     groups: Vec<(KeptGroup, Vec<OwnedFd>)>,
     sockets: Vec<(Enrolment, Vec<OwnedFd>)>,
@@ -21,19 +21,19 @@ pub(super) struct Heritage {
     secrets: BTreeMap<String, OwnedFd>,
 }
 
-impl Heritage {
+impl Takeover {
     /// Reads the state from a dead supervisor's keeper, if there is one.
     ///
     /// # Errors
     /// The keeper is of another version: one line.
-    pub fn find(dir: &Path) -> io::Result<Option<Heritage>> {
+    pub fn find(dir: &Path) -> io::Result<Option<Takeover>> {
         let mut keeper = match Keeper::find(dir) {
             Ok(keeper) => keeper,
             Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
             Err(_) => return Ok(None),
         };
         let all = keeper.all()?;
-        let mut h = Heritage {
+        let mut h = Takeover {
             keeper,
             groups: Vec::new(),
             sockets: Vec::new(),
@@ -72,29 +72,29 @@ impl Heritage {
     }
 
     /// Takes over the network, if there was one that fits the configuration. If it does not fit, all former workers and
-    /// the keeper are ended, and the returned `Heritage` is `None`.
+    /// the keeper are ended, and the returned `Takeover` is `None`.
     ///
     /// # Errors
     /// Errors of [`Network::open`].
     pub fn network(
-        mut heritage: Option<Heritage>,
+        mut takeover: Option<Takeover>,
         config: Option<&WireConfig>,
         dir: &Path,
         bulletin: &CentrePeers,
-    ) -> io::Result<(Option<Heritage>, Option<Network>)> {
-        let had = heritage.as_ref().is_some_and(|h| !h.sockets.is_empty());
-        let sockets = heritage.as_mut().map(|h| std::mem::take(&mut h.sockets)).unwrap_or_default();
+    ) -> io::Result<(Option<Takeover>, Option<Network>)> {
+        let had = takeover.as_ref().is_some_and(|h| !h.sockets.is_empty());
+        let sockets = takeover.as_mut().map(|h| std::mem::take(&mut h.sockets)).unwrap_or_default();
         let open = |c| peer_source::of(c, bulletin).and_then(|s| Network::open(c, dir, s));
         let adopted = match config {
-            None if !had => return Ok((heritage, None)),
+            None if !had => return Ok((takeover, None)),
             None => Err(io::Error::new(io::ErrorKind::InvalidData, "there was a network, and there is none any more")),
-            Some(c) if heritage.is_some() => {
+            Some(c) if takeover.is_some() => {
                 peer_source::of(c, bulletin).and_then(|s| Network::adopt(c, dir, s, sockets)).map(Some)
             }
             Some(c) => open(c).map(Some),
         };
-        match (adopted, heritage) {
-            (Ok(network), heritage) => Ok((heritage, network)),
+        match (adopted, takeover) {
+            (Ok(network), takeover) => Ok((takeover, network)),
             (Err(e), Some(h)) if e.kind() == io::ErrorKind::InvalidData => {
                 tracing::warn!(error = %e, "the workers of another supervisor cannot be taken over; they end");
                 h.end();
@@ -107,15 +107,15 @@ impl Heritage {
 
 impl Supervisor {
     /// Takes over the groups of a dead supervisor.
-    pub(super) fn inherit(self: &Arc<Self>, heritage: Heritage) {
-        let Heritage { keeper, groups, mut members, mut secrets, .. } = heritage;
+    pub(super) fn take_over(self: &Arc<Self>, takeover: Takeover) {
+        let Takeover { keeper, groups, mut members, mut secrets, .. } = takeover;
         *lock(&self.keeper) = Some(keeper);
         for (kept, fds) in groups {
             let name = kept.begin.group.clone();
             let members = members.remove(&name).unwrap_or_default();
             let secrets = secrets.remove(&name);
             match Group::adopt(kept, fds, members, secrets, self.around.clone()) {
-                Some(group) => self.take_over(group),
+                Some(group) => self.take_over_group(group),
                 None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
             }
         }
@@ -124,7 +124,7 @@ impl Supervisor {
     }
 
     /// Registers a group of a dead supervisor, and starts its worker if that has died.
-    fn take_over(self: &Arc<Self>, group: Group) {
+    fn take_over_group(self: &Arc<Self>, group: Group) {
         let group = Arc::new(group);
         {
             let mut inner = group.lock();

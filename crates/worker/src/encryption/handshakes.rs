@@ -11,7 +11,7 @@ use unirdma_ipc::secrets::{GroupSecrets, Secrets};
 
 use super::handshake::{Draw, Exchange, HELLO_BYTES, Hello};
 use super::session::{Channel, DRAWN_BYTES, Drawn, Named, Receiver, Refusal, Root, Sender, Session, index_of};
-use super::session_table::{Board, Posted, SessionEntry};
+use super::session_table::{PublishedSessions, SessionEntry, SessionTable};
 use super::{Complaint, End, kind};
 
 /// Interval after which an unanswered message is repeated, and the longest interval, ns. It doubles each time.
@@ -125,7 +125,7 @@ impl Draw for Fresh {
 
 /// The exchanges with all hosts of the group and of joined groups. Methods that send pass the messages to a function.
 pub(crate) struct Handshakes {
-    board: Arc<Board>,
+    table: Arc<SessionTable>,
     /// This host's addresses. The first one of each family is used.
     own: Vec<IpAddr>,
     secrets: GroupSecrets,
@@ -140,9 +140,9 @@ pub(crate) struct Handshakes {
 
 impl Handshakes {
     /// Without secrets.
-    pub fn new(board: Arc<Board>, own: Vec<IpAddr>) -> Self {
+    pub fn new(table: Arc<SessionTable>, own: Vec<IpAddr>) -> Self {
         Handshakes {
-            board,
+            table,
             own,
             secrets: GroupSecrets::default(),
             around: Around::default(),
@@ -216,7 +216,7 @@ impl Handshakes {
             self.roots.extend(roots);
         }
         self.meet_itself();
-        self.post();
+        self.publish();
         for (&(host, _), peer) in &mut self.peers {
             peer.say(now, |m| out(m, host));
         }
@@ -243,9 +243,9 @@ impl Handshakes {
         }
     }
 
-    /// Posts all sessions on the board, and makes the tunnel's part of each.
-    fn post(&mut self) {
-        let mut posted = Posted::default();
+    /// Publishes all sessions in the table, and makes the tunnel's part of each.
+    fn publish(&mut self) {
+        let mut published = PublishedSessions::default();
         let names: HashMap<u32, Arc<str>> =
             self.around.joined.iter().map(|(&vni, j)| (vni, Arc::from(j.name.as_str()))).collect();
         for (&end, peer) in &mut self.peers {
@@ -261,19 +261,19 @@ impl Handshakes {
             peer.links = sessions.iter().filter_map(link).collect();
             (peer.send, peer.secret) = (send, secret);
             let with = end.1.and_then(|vni| names.get(&vni)).cloned();
-            posted.ways.push((end, SessionEntry { sessions, send, with }));
+            published.ways.push((end, SessionEntry { sessions, send, with }));
         }
         for (own, s) in &self.itself {
-            posted
+            published
                 .ways
                 .push(((*own, None), SessionEntry { sessions: vec![s.clone()], send: Some(s.number), with: None }));
         }
         let plain = self.around.groups().filter(|(group, _)| !self.seals(*group));
-        posted.plain = plain.flat_map(|(_, hosts)| hosts).copied().collect();
+        published.plain = plain.flat_map(|(_, hosts)| hosts).copied().collect();
         if self.secrets.own.is_none() {
-            posted.plain.extend(&self.own);
+            published.plain.extend(&self.own);
         }
-        self.board.post(posted);
+        self.table.publish(published);
     }
 
     /// When [`Handshakes::on_timer`] has to be called, on the monotonic clock, ns; `None`: never.
@@ -302,16 +302,16 @@ impl Handshakes {
     /// Handles a message from a host. True if it was authenticated with a secret; then [`Handshakes::timer`] may have
     /// changed.
     pub fn on_message(&mut self, from: SocketAddr, packet: &[u8], mut out: impl FnMut(&[u8], IpAddr)) -> bool {
-        let Handshakes { peers, fresh, board, around, .. } = self;
+        let Handshakes { peers, fresh, table, around, .. } = self;
         let group = packet.first_chunk::<VXLAN_BYTES>().and_then(vxlan_source);
         let end: End = (from.ip(), group);
         let Some(peer) = peers.get_mut(&end) else { return false };
         let Some(id) = Hello::secret_of(packet) else {
-            board.drop_packet(Refusal::WrongTag);
+            table.drop_packet(Refusal::WrongTag);
             return false;
         };
         let what = if peer.exchanges.is_empty() { Complaint::NoPair } else { Complaint::OtherSecret };
-        let complain = || board.complain(end.0, &around.name, around.name_of(group), what);
+        let complain = || table.complain(end.0, &around.name, around.name_of(group), what);
         let Some(exchange) = peer.exchanges.iter_mut().find(|e| e.secret() == id) else {
             // While secrets change, one host may have more secrets than the other.
             if peer.send.is_none() {
@@ -321,7 +321,7 @@ impl Handshakes {
         };
         let now = now_ns();
         let Some(outcome) = exchange.on_message(packet, now, fresh) else {
-            board.drop_packet(Refusal::WrongTag);
+            table.drop_packet(Refusal::WrongTag);
             if peer.send.is_none() {
                 complain();
             }
@@ -332,8 +332,8 @@ impl Handshakes {
             peer.hurry(now);
         }
         if outcome.changed {
-            // Posted before the other host is told.
-            self.post();
+            // Published before the other host is told.
+            self.publish();
         }
         message.into_iter().for_each(|m: [u8; HELLO_BYTES]| out(&m, end.0));
         true
@@ -344,11 +344,11 @@ impl Handshakes {
     pub fn open<'a>(&mut self, from: End, to: IpAddr, packet: &'a mut [u8]) -> Option<&'a mut [u8]> {
         let opened = self.try_open(from, to, packet);
         if let Err(why) = opened {
-            self.board.drop_packet(why);
+            self.table.drop_packet(why);
             if why == Refusal::Unknown {
                 let without_pair = self.peers.get(&from).is_some_and(|p| p.exchanges.is_empty());
                 let what = if without_pair { Complaint::NoPair } else { Complaint::Unsealed };
-                self.board.complain(from.0, &self.around.name, self.around.name_of(from.1), what);
+                self.table.complain(from.0, &self.around.name, self.around.name_of(from.1), what);
             }
         }
         opened.ok()
@@ -371,7 +371,7 @@ impl Handshakes {
     pub fn seal(&mut self, to: End, packet: &mut [u8]) -> bool {
         let Some(peer) = self.peers.get_mut(&to) else { return false };
         if peer.exchanges.is_empty() {
-            self.board.complain(to.0, &self.around.name, self.around.name_of(to.1), Complaint::NoPair);
+            self.table.complain(to.0, &self.around.name, self.around.name_of(to.1), Complaint::NoPair);
         }
         let Some(link) = peer.links.iter_mut().find(|l| Some(l.number) == peer.send) else { return false };
         packet[kind::AT] = kind::FRAME;
@@ -383,9 +383,9 @@ impl Handshakes {
     /// as dropped, since its host only searches for hosts with the secret.
     pub fn complain_of_seal(&self, from: End, kind: u8) {
         if kind != kind::HELLO {
-            self.board.drop_packet(Refusal::WrongTag);
+            self.table.drop_packet(Refusal::WrongTag);
         }
-        self.board.complain(from.0, &self.around.name, self.around.name_of(from.1), Complaint::Sealed);
+        self.table.complain(from.0, &self.around.name, self.around.name_of(from.1), Complaint::Sealed);
     }
 
     /// State of all secrets.
@@ -397,7 +397,7 @@ impl Handshakes {
             sends_with: own.sends_with,
             silent: own.silent,
             behind: own.behind,
-            drops: self.board.drops(),
+            drops: self.table.drops(),
             joined: joined.map(|(vni, j)| self.pair_info(Some(*vni), &j.name)).collect(),
         }
     }

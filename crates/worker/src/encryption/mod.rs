@@ -5,8 +5,8 @@
 //! [`unirdma_ipc::secrets`] has the secrets of a group; `session` the keys that two hosts derive from a secret, and the
 //! sealing of packets; `replay` the window of received packet numbers; and `handshake` the messages by which two hosts
 //! establish a session. Two threads use sessions: the switch's thread ([`Handshakes`]: messages and frames of the
-//! tunnel), and the thread that holds the port ([`Seals`]: RoCEv2, and datagrams that leave by the tunnel). [`Board`]
-//! connects them. The format is in docs/spec/tunnel.md.
+//! tunnel), and the thread that holds the port ([`Seals`]: RoCEv2, and datagrams that leave by the tunnel).
+//! [`SessionTable`] connects them. The format is in docs/spec/tunnel.md.
 //!
 //! A sender without the secret cannot make this host store anything: a session begins only when a peer has returned,
 //! authenticated with the secret, a number that this host has just drawn. So no packet of an earlier session is
@@ -24,8 +24,8 @@ use std::net::IpAddr;
 pub(crate) use handshakes::{Around, Handshakes, JoinedHosts};
 pub(crate) use port::{Opened, Seals, mark_datagram};
 pub(crate) use session::Sender;
-pub(crate) use session_table::Board;
 use session_table::Complaint;
+pub(crate) use session_table::SessionTable;
 
 /// The other end: a host, and the number of its group if that is another one than this worker's.
 pub(crate) type End = (IpAddr, Option<u32>);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use unirdma_formats::wire::ICRC_BYTES;
 
 use super::session::{Channel, Receiver, Refusal, Sender, Session, index_of};
-use super::session_table::Board;
+use super::session_table::SessionTable;
 use super::{Complaint, End, kind};
 
 /// The port's part of a session.
@@ -40,9 +40,9 @@ struct Links {
 
 /// All sessions, as the port uses them.
 pub(crate) struct Seals {
-    board: Arc<Board>,
+    table: Arc<SessionTable>,
     group: String,
-    /// [`Board::changes`] when the sessions were read.
+    /// [`SessionTable::changes`] when the sessions were read.
     seen: u64,
     /// The ends whose packets are sealed, sorted. Empty without a secret.
     ends: Vec<(End, Links)>,
@@ -53,20 +53,20 @@ pub(crate) struct Seals {
 }
 
 impl Seals {
-    /// Takes present and future sessions from the board.
-    pub fn new(board: Arc<Board>, group: &str) -> Seals {
-        Seals { board, group: group.into(), seen: 0, ends: Vec::new(), plain: BTreeSet::new(), recent: Cell::new(0) }
+    /// Takes present and future sessions from the table.
+    pub fn new(table: Arc<SessionTable>, group: &str) -> Seals {
+        Seals { table, group: group.into(), seen: 0, ends: Vec::new(), plain: BTreeSet::new(), recent: Cell::new(0) }
     }
 
-    /// Reads the board if it has changed. If not, this costs one load of a number.
+    /// Reads the table if it has changed. If not, this costs one load of a number.
     pub fn refresh(&mut self) {
-        let changes = self.board.changes();
+        let changes = self.table.changes();
         if changes == self.seen {
             return;
         }
         let mut before: HashMap<End, Links> = std::mem::take(&mut self.ends).into_iter().collect();
-        let posted = self.board.read();
-        for (end, way) in posted.ways {
+        let published = self.table.read();
+        for (end, way) in published.ways {
             let mut had = before.remove(&end).unwrap_or_default().all;
             let link = |s: &Arc<Session>| {
                 let at = had.iter().position(|l| l.number == s.number);
@@ -77,7 +77,7 @@ impl Seals {
             self.ends.push((end, Links { all, send, with: way.with }));
         }
         self.ends.sort_unstable_by_key(|e| e.0);
-        (self.plain, self.seen) = (posted.plain, changes);
+        (self.plain, self.seen) = (published.plain, changes);
     }
 
     fn find(&self, to: End) -> Option<usize> {
@@ -102,8 +102,8 @@ impl Seals {
         Some(if tunnel { &mut link.datagrams } else { &mut link.roce.0 })
     }
 
-    /// The opener of a host's packets, if any of its groups seals them. It includes sessions that were posted after the
-    /// port was asked for packets.
+    /// The opener of a host's packets, if any of its groups seals them. It includes sessions that were published after
+    /// the port was asked for packets.
     pub fn opener(&mut self, from: IpAddr) -> Option<Opener<'_>> {
         self.refresh();
         if self.ends.is_empty() {
@@ -113,7 +113,7 @@ impl Seals {
         let count = self.ends[first..].iter().take_while(|e| e.0.0 == from).count();
         let ends = &mut self.ends[first..first + count];
         let plain = self.plain.contains(&from);
-        (count > 0).then_some(Opener { from, ends, plain, board: &self.board, group: &self.group })
+        (count > 0).then_some(Opener { from, ends, plain, table: &self.table, group: &self.group })
     }
 }
 
@@ -141,7 +141,7 @@ pub(crate) struct Opener<'s> {
     from: IpAddr,
     ends: &'s mut [(End, Links)],
     plain: bool,
-    board: &'s Board,
+    table: &'s SessionTable,
     group: &'s str,
 }
 
@@ -161,9 +161,9 @@ impl Opener<'_> {
         match link.roce.1.open(packet) {
             Ok(opened) => match opened.split_last_chunk::<ICRC_BYTES>() {
                 Some((body, _)) => return Opened::Sealed(group, body),
-                None => self.board.drop_packet(Refusal::WrongTag),
+                None => self.table.drop_packet(Refusal::WrongTag),
             },
-            Err(why) => self.board.drop_packet(why),
+            Err(why) => self.table.drop_packet(why),
         }
         Opened::Dropped
     }
@@ -175,10 +175,10 @@ impl Opener<'_> {
         }
         if plain(packet).is_some() {
             let with = self.ends.first().and_then(|e| e.1.with.as_deref());
-            self.board.complain(self.from, self.group, with, Complaint::Unsealed);
-            self.board.drop_packet(Refusal::Unknown);
+            self.table.complain(self.from, self.group, with, Complaint::Unsealed);
+            self.table.drop_packet(Refusal::Unknown);
         } else {
-            self.board.drop_packet(Refusal::WrongTag);
+            self.table.drop_packet(Refusal::WrongTag);
         }
         Opened::Dropped
     }

@@ -43,7 +43,7 @@ pub(super) struct SessionEntry {
 
 /// All sealing state.
 #[derive(Clone, Default)]
-pub(super) struct Posted {
+pub(super) struct PublishedSessions {
     /// Every other end whose packets are sealed, even without a session. Empty without a secret.
     pub ways: Vec<(End, SessionEntry)>,
     /// Hosts that also have another group, whose packets are not sealed.
@@ -52,9 +52,9 @@ pub(super) struct Posted {
 
 /// Connects the thread that establishes sessions with the threads that use them.
 #[derive(Default)]
-pub(crate) struct Board {
+pub(crate) struct SessionTable {
     changes: AtomicU64,
-    posted: Mutex<Posted>,
+    published: Mutex<PublishedSessions>,
     unsealed: AtomicU64,
     wrong_tag: AtomicU64,
     replayed: AtomicU64,
@@ -62,18 +62,18 @@ pub(crate) struct Board {
     complaints: Mutex<HashMap<About, u64>>,
 }
 
-impl Board {
+impl SessionTable {
     /// A number that differs after each change.
     pub(super) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    pub(super) fn read(&self) -> Posted {
-        lock(&self.posted).clone()
+    pub(super) fn read(&self) -> PublishedSessions {
+        lock(&self.published).clone()
     }
 
-    pub(super) fn post(&self, posted: Posted) {
-        *lock(&self.posted) = posted;
+    pub(super) fn publish(&self, published: PublishedSessions) {
+        *lock(&self.published) = published;
         self.changes.fetch_add(1, Ordering::Release);
     }
 

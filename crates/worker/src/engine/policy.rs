@@ -82,14 +82,14 @@ impl Pollers {
     /// The main loop of a poller.
     pub(super) fn poll(&self, watch: &mut Watch) {
         let mut past = Past::default();
-        let sleeper = self.sleepers.of(watch.seat);
+        let sleeper = self.sleepers.of(watch.slot);
         sleeper.set_asleep(false);
         while self.goes_on(watch) {
             let round = self.round(watch);
             let found = round.as_ref().is_some_and(|r| r.found);
             let then = match &round {
                 Some(r) if found => self.after_work(&mut past, r, watch.job.is_some()),
-                _ => self.after_nothing(watch.seat, &mut past, round.as_ref()),
+                _ => self.after_nothing(watch.slot, &mut past, round.as_ref()),
             };
             if then != Then::Looks {
                 self.sleep(watch, &mut past, then);
@@ -115,13 +115,13 @@ impl Pollers {
     }
 
     /// The step after a round that found no work, or was skipped.
-    fn after_nothing(&self, seat: usize, past: &mut Past, round: Option<&Round>) -> Then {
+    fn after_nothing(&self, slot: usize, past: &mut Past, round: Option<&Round>) -> Then {
         let looks = if self.shares_cores {
             past.by_twin && self.now() < (past.found_ns.max(past.woken_ns) + ANSWER_NS).min(past.woken_ns + TURN_NS)
         } else {
             let idle = round.is_some_and(|r| r.idle);
-            let goes = self.grows() && self.is_spare(seat, if idle { 0 } else { past.found_ns.max(past.woken_ns) });
-            !goes && !idle && seat < self.wanted() && !self.is_crowded(past)
+            let goes = self.grows() && self.is_spare(slot, if idle { 0 } else { past.found_ns.max(past.woken_ns) });
+            !goes && !idle && slot < self.wanted() && !self.is_crowded(past)
         };
         if !looks {
             return Then::Sleeps;
@@ -155,7 +155,7 @@ impl Pollers {
 
     /// Sleeps until woken. If all other pollers sleep, the sleep is limited or skipped as `then` says.
     fn sleep(&self, watch: &mut Watch, past: &mut Past, then: Then) {
-        let sleeper = self.sleepers.of(watch.seat);
+        let sleeper = self.sleepers.of(watch.slot);
         let limit = {
             let mut r = self.rnic.spin_lock();
             let now = r.since_ns();
@@ -235,15 +235,15 @@ impl Pollers {
         }
     }
 
-    /// True if the poller in `seat`, which has found no work since `since_ns`, is removed.
-    fn is_spare(&self, seat: usize, since_ns: u64) -> bool {
-        let long = seat >= self.range.0 && self.now().saturating_sub(since_ns) >= SPARE_NS;
-        let last = |n: usize| (n == seat + 1).then_some(seat);
+    /// True if the poller in `slot`, which has found no work since `since_ns`, is removed.
+    fn is_spare(&self, slot: usize, since_ns: u64) -> bool {
+        let long = slot >= self.range.0 && self.now().saturating_sub(since_ns) >= SPARE_NS;
+        let last = |n: usize| (n == slot + 1).then_some(slot);
         long && self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, last).is_ok()
     }
 
-    /// Starts a thread that takes over seat `i` from the thread that has it.
-    pub(super) fn seat_thread(self: &Arc<Self>, i: usize) -> io::Result<()> {
+    /// Starts a thread that takes over slot `i` from the thread that has it.
+    pub(super) fn start_in_slot(self: &Arc<Self>, i: usize) -> io::Result<()> {
         let (pollers, cores) = (self.clone(), cores());
         let core = self.shares_cores.then(|| cores[i % cores.len()]);
         let thread = self.liveness.give(i);

@@ -23,8 +23,8 @@ const ASKED_NS: u64 = 3_000;
 
 /// State of a poller between two rounds.
 pub(super) struct Watch {
-    /// The poller's seat, and the number of its thread.
-    pub(super) seat: usize,
+    /// The poller's slot, and the number of its thread.
+    pub(super) slot: usize,
     pub(super) thread: u64,
     /// [`unirdma_rnic::Core::active_changes`] when `bells` was copied.
     changes: u64,
@@ -37,9 +37,9 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub(super) fn new(seat: usize, thread: u64) -> Self {
+    pub(super) fn new(slot: usize, thread: u64) -> Self {
         Watch {
-            seat,
+            slot,
             thread,
             changes: 0,
             bells: Bells::default(),
@@ -166,7 +166,7 @@ impl Pollers {
 
     /// Called before a job that may take long: lets other pollers look meanwhile, or lets doorbells kick.
     fn steps_out(&self, watch: &Watch, r: &mut RnicGuard<'_>) {
-        self.sleepers.of(watch.seat).set_asleep(true);
+        self.sleepers.of(watch.slot).set_asleep(true);
         if self.sleepers.all_sleep() && (r.next_timeout().is_some() || r.doze(false) != Some(false)) {
             self.sleepers.all().for_each(Sleeper::call);
         }
@@ -183,26 +183,26 @@ impl Pollers {
         if waited || pauses > 0 { self.rnic.spin_lock() } else { self.rnic.take_again(end) }
     }
 
-    /// Runs the poller's job. If it takes long, another thread may have the poller's seat afterwards.
+    /// Runs the poller's job. If it takes long, another thread may have the poller's slot afterwards.
     fn do_job(&self, watch: &mut Watch) {
         let Some(job) = &mut watch.job else { return };
         let (number, scratch) = (job.number(), &mut watch.scratch);
-        let seated = if job.may_wait() {
-            let seated = self.liveness.do_slow(watch.seat, watch.thread, number, || job.run(scratch, now_ns));
-            if seated {
-                self.sleepers.of(watch.seat).set_asleep(false);
+        let has_slot = if job.may_wait() {
+            let has_slot = self.liveness.do_slow(watch.slot, watch.thread, number, || job.run(scratch, now_ns));
+            if has_slot {
+                self.sleepers.of(watch.slot).set_asleep(false);
             }
-            seated
+            has_slot
         } else {
             job.run(scratch, now_ns);
             true
         };
-        if !seated {
+        if !has_slot {
             self.leave(watch);
         }
     }
 
-    /// Called when the thread has lost its seat: returns its finished job to the RNIC.
+    /// Called when the thread has lost its slot: returns its finished job to the RNIC.
     pub(super) fn leave(&self, watch: &mut Watch) {
         if let Some(job) = watch.job.take() {
             self.rnic.lock().end_job(job);
@@ -210,9 +210,9 @@ impl Pollers {
         }
     }
 
-    /// True while the pollers run and the thread has its seat.
+    /// True while the pollers run and the thread has its slot.
     pub(super) fn goes_on(&self, watch: &Watch) -> bool {
-        !self.is_stopping() && self.liveness.has(watch.seat, watch.thread)
+        !self.is_stopping() && self.liveness.has(watch.slot, watch.thread)
     }
 
     /// Handles kicks, after which their sessions are polled. A vRNIC whose kicks are mostly spurious is ignored for a

@@ -121,7 +121,7 @@ impl Pollers {
             backlog_since_ns: AtomicU64::new(0),
         });
         for i in 0..most {
-            pollers.seat_thread(i)?;
+            pollers.start_in_slot(i)?;
         }
         if shares_cores {
             pollers.start_twins(&cores)?;

@@ -1,8 +1,8 @@
 //! Detection of stuck threads of a worker. One thread, the watcher, checks the [`Heartbeat`] of each other thread, and
 //! acts if that thread is stuck.
 //!
-//! * A poller has a seat. A job may access private memory of a process, and that process can make the access wait as
-//!   long as it likes. After [`SLOW_NS`] a new thread takes the seat, and the stuck thread ends when its access
+//! * A poller has a slot. A job may access private memory of a process, and that process can make the access wait as
+//!   long as it likes. After [`SLOW_NS`] a new thread takes the slot, and the stuck thread ends when its access
 //!   returns. After [`GIVE_UP_NS`] the job is given up. A vRNIC has few such jobs at a time
 //!   ([`unirdma_rnic::Core::note_slow`]), so there are few stuck threads.
 //! * The control thread and the switch never wait for a tenant. If one of them is stuck all the same, it is reported
@@ -27,7 +27,7 @@ use super::pollers::Pollers;
 const SLOW_NS: u64 = 10_000_000;
 /// Time after which a job is given up, ns.
 const GIVE_UP_NS: u64 = 5_000_000_000;
-/// Interval of checks while there are sessions, ns. While there are jobs, seats are checked more often.
+/// Interval of checks while there are sessions, ns. While there are jobs, slots are checked more often.
 const LOOK_NS: u64 = 500_000_000;
 /// A thread that works without a pause for more checks than this is reported.
 const LONG: u32 = 3;
@@ -59,7 +59,7 @@ fn run(pollers: &Arc<Pollers>, report: impl Fn(&'static str, u64)) {
     let mut looked_ns = 0;
     while !pollers.is_stopping() {
         let now = now_ns();
-        slow.extend((0..liveness.seats()).filter_map(|seat| replace_slow(pollers, seat, now)));
+        slow.extend((0..liveness.slots()).filter_map(|slot| replace_slow(pollers, slot, now)));
         if now - looked_ns >= LOOK_NS {
             looked_ns = now;
             for (job, _) in slow.extract_if(.., |s| now.saturating_sub(s.1) > GIVE_UP_NS) {
@@ -84,11 +84,11 @@ fn run(pollers: &Arc<Pollers>, report: impl Fn(&'static str, u64)) {
     }
 }
 
-/// Gives a seat to a new thread if its present one runs a slow job. Returns the job and its start time.
-fn replace_slow(pollers: &Arc<Pollers>, seat: usize, now: u64) -> Option<(u64, u64)> {
-    let (job, since_ns) = pollers.liveness.take_slow(seat, now, SLOW_NS)?;
-    if pollers.seat_thread(seat).is_ok() {
-        tracing::debug!(poller = seat, job, "memory of a program is slow; another thread polls");
+/// Gives a slot to a new thread if its present one runs a slow job. Returns the job and its start time.
+fn replace_slow(pollers: &Arc<Pollers>, slot: usize, now: u64) -> Option<(u64, u64)> {
+    let (job, since_ns) = pollers.liveness.take_slow(slot, now, SLOW_NS)?;
+    if pollers.start_in_slot(slot).is_ok() {
+        tracing::debug!(poller = slot, job, "memory of a program is slow; another thread polls");
     }
     pollers.rnic.lock().note_slow(job);
     Some((job, since_ns))
@@ -126,21 +126,21 @@ mod tests {
     fn a_thread_that_is_stuck_loses_its_seat_and_a_fast_one_keeps_it() {
         let (pollers, _reports) = start();
         let l = &pollers.liveness;
-        // This thread takes the seat of the only poller, which ends.
+        // This thread takes the slot of the only poller, which ends.
         let me = l.give(0);
         for job in 0..100 {
             assert!(l.do_slow(0, me, job, || ()));
         }
         let began = Instant::now();
-        let seated = l.do_slow(0, me, 100, || {
+        let has_slot = l.do_slow(0, me, 100, || {
             while l.has(0, me) {
-                assert!(began.elapsed() < Duration::from_secs(30), "nobody has taken the seat");
+                assert!(began.elapsed() < Duration::from_secs(30), "nobody has taken the slot");
                 std::thread::sleep(Duration::from_millis(1));
             }
         });
-        assert!(!seated);
+        assert!(!has_slot);
         assert!(began.elapsed() >= Duration::from_nanos(SLOW_NS));
-        // The thread that has the seat now keeps it until it is stuck itself.
+        // The thread that has the slot now keeps it until it is stuck itself.
         std::thread::sleep(Duration::from_millis(50));
         assert!(l.has(0, me + 1));
         pollers.stop();

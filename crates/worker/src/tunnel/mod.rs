@@ -25,7 +25,7 @@ use unirdma_ipc::secrets::{GroupSecrets, TAIL_BYTES};
 use unirdma_ipc::timer::Timer;
 use unirdma_rnic::{DATAGRAM_MAC, Sealed};
 
-use crate::encryption::{Around, Board, Handshakes, JoinedHosts, kind};
+use crate::encryption::{Around, Handshakes, JoinedHosts, SessionTable, kind};
 use learned::Learned;
 
 /// A packet that has arrived through the tunnel. `source` is the number of the sender's group if that is another one.
@@ -68,11 +68,11 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// A tunnel with these sockets, each on port 4789 of an address. Sessions are posted on the board.
+    /// A tunnel with these sockets, each on port 4789 of an address. Sessions are published in the table.
     ///
     /// # Errors
     /// Errors of timers.
-    pub(crate) fn new(sockets: Vec<(IpAddr, Arc<UdpSocket>)>, board: Arc<Board>) -> io::Result<Self> {
+    pub(crate) fn new(sockets: Vec<(IpAddr, Arc<UdpSocket>)>, table: Arc<SessionTable>) -> io::Result<Self> {
         let timer = Timer::new()?;
         let own = sockets.iter().map(|s| s.0).collect();
         let state = State {
@@ -80,7 +80,7 @@ impl Tunnel {
             by_vni: HashMap::new(),
             learned: Learned::default(),
             drops: TunnelDrops::default(),
-            handshakes: Handshakes::new(board, own),
+            handshakes: Handshakes::new(table, own),
             packet: Vec::new(),
         };
         Ok(Tunnel { sockets, timer, state: Mutex::new(state) })

@@ -410,8 +410,9 @@ fn what_the_network_loses_is_said_again() {
     let mut lost = [0; 2000];
     while h
         .iter()
-        .any(|h| h.network.lanes.iter().filter_map(ReuseportGroup::own).any(|s| s.recv_from(&mut lost).is_ok()))
-    {}
+        .any(|h| h.network.reuseports.iter().filter_map(ReuseportGroup::own).any(|s| s.recv_from(&mut lost).is_ok()))
+    {
+    }
     assert_eq!((h[0].info().silent, h[1].info().silent), (vec![ips[1]], vec![ips[0]]));
     let limit = Instant::now() + Duration::from_secs(10);
     while h.iter().any(|h| !h.info().silent.is_empty()) {
