@@ -153,12 +153,15 @@ fn links_between_documents_lead_somewhere() {
     report("dead links", &found);
 }
 
+/// Notes are dated: they keep the names of their day, and so does the table of what was renamed.
+fn is_of_today(file: &String) -> bool {
+    !file.starts_with("docs/notes/") && file != "docs/internals/renamed.md"
+}
+
 #[test]
 fn documents_name_paths_that_exist() {
     let path = Regex::new(r"`((?:crates|xtask|tests|bench|docs|guest|fuzz)/[\w./-]+)`").unwrap();
     let mut found = Vec::new();
-    // Notes are dated: they keep the names of their day, and so does the table of what was renamed.
-    let is_of_today = |f: &String| !f.starts_with("docs/notes/") && f != "docs/internals/renamed.md";
     for file in files(&[".md"]).into_iter().filter(is_of_today) {
         for named in path.captures_iter(&read(&file)).map(|c| c[1].to_owned()) {
             if !root().join(&named).exists() {
@@ -167,6 +170,27 @@ fn documents_name_paths_that_exist() {
         }
     }
     report("documents name paths that are not there", &found);
+}
+
+#[test]
+fn documents_name_modules_that_exist() {
+    let module = Regex::new(r"`([a-z_]+)((?:::\w+)+)(?:\(\))?`").unwrap();
+    let mut sources: BTreeMap<String, String> = BTreeMap::new();
+    for file in files(&[".rs"]).into_iter().filter(|f| f.starts_with("crates/") && f.contains("/src/")) {
+        let name = file.split('/').nth(1).unwrap().replace('-', "_");
+        *sources.entry(name).or_default() += &format!("{file}\n{}", read(&file));
+    }
+    let mut found = Vec::new();
+    // The specification of the RFC mode names tests by their file in `crates/testkit/tests/rfc`.
+    for file in files(&[".md"]).into_iter().filter(is_of_today).filter(|f| !f.ends_with("virtio-rdma-rfc.md")) {
+        for c in module.captures_iter(&read(&file)) {
+            let words = |text: &String| c[2].split("::").all(|w| text.contains(w));
+            if !sources.get(c[1].trim_start_matches("unirdma_")).is_some_and(words) {
+                found.push(format!("{file}: {}{}", &c[1], &c[2]));
+            }
+        }
+    }
+    report("documents name modules that are not there", &found);
 }
 
 /// The code of a file: comments and the tests at its end are left out.

@@ -1,12 +1,12 @@
 //! Black-box tests: the built programs in containers, on several hosts and in virtual machines, used as a user would,
 //! with Debian's own RDMA programs, wrong input, and lost peers.
 //!
-//! `cargo test -p blackbox -- TEXT` runs the tests whose names contain TEXT, and fails if there are none; `--list` prints
-//! all names. Each test works without the others. What the selected tests use is built and installed first.
+//! `cargo test -p blackbox -- TEXT` runs the tests whose names contain TEXT, and fails if there are none; `--list`
+//! prints all names. Each test works without the others. What the selected tests use is built and installed first.
 //!
 //! Environment variables: `BLACKBOX_TOPIC` is the only topic whose tests there are. `BLACKBOX_KERNEL` and
-//! `BLACKBOX_ROUNDS` are for guests, `BLACKBOX_SEED` and `BLACKBOX_SECONDS` for memory; `cargo xtask vm` and `cargo xtask
-//! test memory` set them. `UNIRDMA_TEST_BUILT`: nothing is built first.
+//! `BLACKBOX_ROUNDS` are for guests, `BLACKBOX_SEED` and `BLACKBOX_SECONDS` for memory; `cargo xtask vm` and
+//! `cargo xtask test memory` set them. `UNIRDMA_TEST_BUILT`: nothing is built first.
 
 mod attacks;
 mod c_programs;

@@ -1,5 +1,5 @@
-//! Compares the view that programs have of their own memory, with a vRNIC and without one. `cargo xtask test memory` goes
-//! on with random sequences.
+//! Compares the view that programs have of their own memory, with a vRNIC and without one. `cargo xtask test memory`
+//! goes on with random sequences.
 //!
 //! Each case of the C programs `memory-*.c` runs on private memory without a vRNIC, with `UNIRDMA_MR=copy`, with
 //! `UNIRDMA_MR=share`, and with the default. The lines that it prints must be the same, except for the differences that

@@ -1,5 +1,5 @@
-//! The control centre's web page in a browser, with a fleet whose hosts report traffic: the checks of the black-box tests
-//! and of `cargo xtask page`.
+//! The control centre's web page in a browser, with a fleet whose hosts report traffic: the checks of the black-box
+//! tests and of `cargo xtask page`.
 
 mod browser;
 mod checks;

@@ -200,7 +200,8 @@ impl Scene {
 /// The scene and its tests.
 type Stage = Shared<Scene>;
 
-/// Adds a test of guest `i` of the scene. If it fails, the logs of the guest and of the virtual layer are added to its error.
+/// Adds a test of guest `i` of the stage. If it fails, the logs of the guest and of the virtual layer are added to its
+/// error.
 fn explained(
     t: &mut Tests,
     stage: &Stage,
