@@ -1,6 +1,9 @@
 //! A list of tests, what each needs, and values that several tests share.
 
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use harness::Result;
 use harness::packages::Needed;
@@ -28,6 +31,22 @@ pub(crate) struct Tests {
 /// Tests run one at a time: many measure, fill queues, or look at all processes of this machine.
 static ALONE: Mutex<()> = Mutex::new(());
 
+/// Longest time for a test: several times what the slowest one takes, which runs in guests.
+const LIMIT: Duration = Duration::from_secs(900);
+
+/// Ends this process, and with it all that it has started, if the returned value lives longer than [`LIMIT`].
+fn limit_time(test: String) -> mpsc::Sender<()> {
+    let (ended, wait) = mpsc::channel();
+    thread::spawn(move || {
+        if wait.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            eprintln!("\nblackbox: `{test}` has not ended for {} s", LIMIT.as_secs());
+            // The process that waits for this one then ends what the test has started.
+            std::process::abort();
+        }
+    });
+    ended
+}
+
 impl Tests {
     /// Begins a topic, whose tests use these packages.
     pub fn topic(&mut self, packages: &'static [Needed]) {
@@ -47,11 +66,13 @@ impl Tests {
     /// Adds a test that has everything for itself.
     pub fn test(&mut self, name: impl Into<String>, f: impl FnOnce() -> Check + Send + 'static) {
         let (name, skipped) = (name.into(), self.skipped);
+        let of = name.clone();
         let run = move || {
             if let Some(why) = skipped {
                 return Ok(Completion::ignored_with(why));
             }
             let _alone = lock(&ALONE);
+            let _limit = limit_time(of.clone());
             // An error is printed at once, and by the library at the end.
             f().map(|()| Completion::Completed).inspect_err(|e| println!("\n{e}")).map_err(Into::into)
         };
