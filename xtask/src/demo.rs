@@ -17,7 +17,7 @@ fn figures(what: &str, (server, client): &(harness::Output, harness::Output)) ->
 pub(crate) fn run() -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     step(1, "building (a few minutes the first time)");
-    harness::build()?;
+    harness::build_for_containers()?;
     step(2, "starting the virtual layer: one process, no kernel module, no RDMA hardware");
     let lab = Lab::start(None)?;
     step(3, "making the vRNICs a (10.0.0.1) and b (10.0.0.2), and c (10.0.0.1 too) in another group");

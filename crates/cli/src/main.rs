@@ -2,6 +2,11 @@
 //!
 //! Parses arguments, talks to the administration socket, prints. It must hold no state of its own, and
 //! say in one line on standard error what is wrong and what to do; the exit code is then not 0.
+//!
+//! Without the feature `fleet`, which is on by default, the commands about fleets are left out, and what they need is
+//! not built.
+
+#![cfg_attr(not(feature = "fleet"), allow(dead_code))]
 
 mod bind;
 mod capture;
@@ -10,6 +15,7 @@ mod container;
 mod devices;
 mod errors;
 mod exec;
+#[cfg(feature = "fleet")]
 mod fleet;
 mod home;
 mod host;
@@ -93,6 +99,7 @@ enum Command {
     /// Make a secret of a group, in a new file that only its owner can read
     #[command(after_help = secret::EXAMPLES, args_conflicts_with_subcommands = true)]
     Secret {
+        #[cfg(feature = "fleet")]
         #[command(subcommand)]
         command: Option<fleet::SecretCommand>,
         /// The file, which must not exist yet
@@ -120,6 +127,7 @@ enum Command {
         #[command(flatten)]
         out: Out,
     },
+    #[cfg(feature = "fleet")]
     #[command(flatten)]
     Fleet(fleet::FleetCommand),
 }
@@ -193,6 +201,7 @@ enum VrnicCommand {
         command: IpCommand,
     },
     /// Move a vRNIC of a fleet, which no program uses, to another host; it keeps its addresses
+    #[cfg(feature = "fleet")]
     #[command(after_help = "Example:\n  unirdma vrnic move a h2")]
     Move {
         /// Name of the vRNIC
@@ -476,11 +485,13 @@ fn command(cli: Cli) -> io::Result<u8> {
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
         Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),
+        #[cfg(feature = "fleet")]
         Command::Secret { command: Some(command), .. } => fleet::secret(command),
         Command::Secret { file, .. } => secret::make(file.as_deref()).map(|()| 0),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Top(args) => top::run(&dir, args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
+        #[cfg(feature = "fleet")]
         Command::Fleet(command) => fleet::run(command),
     }
 }
@@ -515,6 +526,7 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
             };
             ask(dir, &Request::VrnicAddress { name, ip, add }, &out)
         }
+        #[cfg(feature = "fleet")]
         VrnicCommand::Move { name, host, centre } => fleet::move_vrnic(name, host, &centre),
         VrnicCommand::Rm { name, force, out } => ask(dir, &Request::VrnicRemove { name, force }, &out),
     }
@@ -548,7 +560,7 @@ fn ask_with(dir: &std::path::Path, request: &Request, fd: Option<BorrowedFd<'_>>
     Ok(0)
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "fleet"))]
 mod tests {
     use super::*;
     use clap::CommandFactory;

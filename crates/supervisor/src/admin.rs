@@ -15,7 +15,7 @@ use unirdma_ipc::counters::SealInfo;
 use unirdma_ipc::fdpass;
 use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
-use crate::centre::CentreInfo;
+use crate::centre_config::CentreInfo;
 pub use crate::network::{Hidden, RulesInfo, WireInfo};
 
 /// A request.

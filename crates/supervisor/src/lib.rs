@@ -6,9 +6,16 @@
 //! know the workers' code: it starts this program again, or calls a function that its user gives it
 //! ([`Isolation::Threads`]). It must never execute anything for a tenant, nor let one group's worker block another
 //! group's. [`serve`] is a supervisor, [`keep`] a keeper.
+//!
+//! Without the feature `fleet` there is no connection to a control centre, and none of its dependencies.
+
+// What only the control centre's orders use.
+#![cfg_attr(not(feature = "fleet"), allow(dead_code))]
 
 pub mod admin;
+#[cfg(feature = "fleet")]
 mod centre;
+mod centre_config;
 mod fdstore;
 mod firewall;
 mod metrics;
@@ -30,7 +37,7 @@ use std::time::Duration;
 use unirdma_ipc::config::EngineConfig;
 
 pub use admin::Client;
-pub use centre::{CentreConfig, CentreInfo, default_state};
+pub use centre_config::{CentreConfig, CentreInfo, default_state};
 pub use fdstore::keep;
 pub use metrics::{DEFAULT_METRICS_VRNICS, MAX_METRICS_VRNICS, MetricsConfig};
 pub use network::{Disagreement, TunnelInfo};
@@ -215,7 +222,7 @@ pub fn serve(
         firewall::remove_stale(dir);
     }
     let scrapers = config.metrics.as_ref().map(metrics::listen).transpose()?;
-    let identity = config.centre.as_ref().map(centre::Identity::load_or_join).transpose()?;
+    let identity = config.centre.as_ref().map(supervisor::identity).transpose()?;
     let supervisor = supervisor::Supervisor::open(config)?;
     let serve = || {
         let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;

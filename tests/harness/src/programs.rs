@@ -37,6 +37,21 @@ pub fn build() -> Result<()> {
     cargo_build(&[])
 }
 
+/// Builds what containers need. A new build leaves out the commands about fleets, since their dependencies take longer
+/// than all the rest. A build that has them keeps them.
+///
+/// # Errors
+/// If the build fails.
+pub fn build_for_containers() -> Result<()> {
+    let has_fleet = Command::new(unirdma()).args(["control", "--help"]).output().is_ok_and(|o| o.status.success());
+    if has_fleet || std::env::var_os(BUILT).is_some() {
+        return build();
+    }
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--package", "unirdma-cli", "--package", "unirdma-verbs", "--no-default-features"]);
+    succeed(c.current_dir(root()))
+}
+
 /// Builds an example program of a package. Returns its path.
 ///
 /// # Errors
@@ -53,7 +68,7 @@ pub fn build_example(package: &str, name: &str) -> Result<PathBuf> {
 pub fn build_in(tree: &Path) -> Result<()> {
     let mut c = Command::new("cargo");
     c.args(["build", "--release", "--quiet"]).current_dir(tree).env_remove("CARGO_TARGET_DIR");
-    succeed(c)
+    succeed(&mut c)
 }
 
 /// If this environment variable is set, the programs are used as they are.
@@ -64,11 +79,10 @@ fn cargo_build(what: &[&str]) -> Result<()> {
         return Ok(());
     }
     let mut c = Command::new("cargo");
-    c.args(["build", "--release", "--quiet"]).args(what).current_dir(root());
-    succeed(c)
+    succeed(c.args(["build", "--release", "--quiet"]).args(what).current_dir(root()))
 }
 
-fn succeed(mut build: Command) -> Result<()> {
+fn succeed(build: &mut Command) -> Result<()> {
     let ok = build.status().is_ok_and(|s| s.success());
     if ok { Ok(()) } else { Err("cargo build --release failed".into()) }
 }

@@ -9,25 +9,13 @@ use unirdma_fleet::said;
 use unirdma_fleet::v1::JoinRequest;
 use unirdma_fleet::v1::hosts_client::HostsClient;
 
-use super::CentreConfig;
 use super::dial::{self, Trust, Url};
+use crate::centre_config::CentreConfig;
 
 const ABOUT: &str = "host.json";
 const KEY: &str = "key.pem";
 const CERTIFICATE: &str = "certificate.pem";
 const AUTHORITY: &str = "authority.pem";
-
-/// `/var/lib/unirdma` for root, else `$XDG_STATE_HOME/unirdma` or `~/.local/state/unirdma`.
-pub fn default_state() -> PathBuf {
-    if rustix::process::geteuid().is_root() {
-        return "/var/lib/unirdma".into();
-    }
-    match (std::env::var_os("XDG_STATE_HOME"), std::env::var_os("HOME")) {
-        (Some(d), _) => Path::new(&d).join("unirdma"),
-        (None, Some(home)) => Path::new(&home).join(".local/state/unirdma"),
-        (None, None) => crate::default_dir().join("state"),
-    }
-}
 
 /// The content of `host.json`. It is written last, so if it exists, key and certificates exist, too.
 #[derive(Serialize, Deserialize)]

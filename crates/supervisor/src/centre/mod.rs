@@ -16,12 +16,10 @@ mod tests;
 mod update_log;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use unirdma_device::lock;
 use unirdma_fleet::agent::Status;
@@ -29,49 +27,14 @@ use unirdma_fleet::v1;
 
 pub(crate) use centre_peers::Neighbours;
 pub(crate) use identity::Identity;
-pub use identity::default_state;
 pub(crate) use talk::start;
+
+use crate::centre_config::CentreInfo;
 
 /// Time limit for the centre's answer to a request of this host's administrator.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Clocks that differ by more than this are reported as a problem.
 const CLOCKS_MS: i64 = 5_000;
-
-/// The fleet that this host belongs to.
-#[derive(Clone, Debug)]
-pub struct CentreConfig {
-    /// Such as `https://192.168.7.100:7471`; `http` only for this machine. URLs of several centres are separated by
-    /// commas.
-    pub url: String,
-    /// The token with which it joins. Needed only once.
-    pub token: Option<String>,
-    /// Its name in the fleet; `None`: the machine's name.
-    pub name: Option<String>,
-    /// The directory of its key, its certificate and the centre's updates.
-    pub state: PathBuf,
-}
-
-/// The control centre's state, for people.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-#[allow(missing_docs)]
-pub struct CentreInfo {
-    pub url: String,
-    /// This host's name in the fleet.
-    pub host: String,
-    pub connected: bool,
-    /// For how many seconds it has been connected, or not connected.
-    pub seconds: u64,
-    /// Why it is not connected.
-    pub why: String,
-    /// The revision in force. It counts changes of `fleet`.
-    pub revision: u64,
-    pub fleet: String,
-    /// This host's clock minus the centre's, if the centre has sent its time.
-    pub clock_ms: Option<i64>,
-    /// Deviations from the centre's state, a line each.
-    pub problems: Vec<String>,
-}
 
 /// State that the thread shares with other threads.
 #[derive(Default)]

@@ -7,13 +7,13 @@ use unirdma_ipc::vrnic::{AddVrnic, SetHeld, SetShare};
 
 use super::*;
 use crate::admin::{Request, Response, StatusInfo};
-use crate::{Client, HostConfig, Isolation, WireConfig, serve, wait_ready};
+use crate::{CentreConfig, Client, HostConfig, Isolation, WireConfig, serve, wait_ready};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, CertifiedIssuer, IsCa, KeyPair, SanType,
 };
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 use tokio::sync::mpsc::UnboundedSender;

@@ -532,7 +532,7 @@ impl Supervisor {
             workers,
             confinement: self.in_force.clone(),
             wire,
-            centre: self.centre.get().map(|c| c.info()),
+            centre: self.fleet.info(),
         }
     }
 }

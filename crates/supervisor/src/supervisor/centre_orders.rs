@@ -7,17 +7,20 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::sync::OnceLock;
 
 use unirdma_fleet::agent::{self, Key, Work};
 use unirdma_fleet::v1::{self, ask, item::Item};
-use unirdma_formats::Guid;
+use unirdma_formats::{Guid, Mac};
 use unirdma_ipc::secrets::{GroupSecrets, Secret, Secrets};
 use unirdma_ipc::vrnic::{self, AddVrnic, Hardware, SetHeld, SetShare, VrnicInfo};
 use unirdma_policy::{Action, Rule, Selector};
+use unirdma_rnic::Share;
 
 use super::*;
 use crate::admin::Request;
-use crate::centre::Centre;
+use crate::centre::{self, Centre, Identity, Neighbours};
+use crate::centre_config::{CentreConfig, CentreInfo};
 use crate::peer_change::Change;
 use zeroize::Zeroizing;
 
@@ -119,9 +122,67 @@ fn read_rule(r: &v1::HostRule) -> Result<Vec<Rule>, String> {
     Ok(from.iter().flat_map(|f| to.iter().map(move |t| one(f, t))).collect())
 }
 
+/// What a supervisor has of its control centre.
+pub(super) struct Fleet {
+    /// `None`: this host belongs to no fleet.
+    centre: OnceLock<Arc<Centre>>,
+    neighbours: Mutex<Neighbours>,
+    /// The centre's rules and secrets.
+    ordered: Mutex<CentreState>,
+    /// Weights of the centre's groups, including groups that have no worker yet.
+    weights: Mutex<BTreeMap<String, u32>>,
+    /// vRNICs requested from the centre without success. The centre may have made one, and died before it answered.
+    pending_grants: Mutex<BTreeMap<String, v1::Vrnic>>,
+}
+
+impl Fleet {
+    /// That of a host with these addresses, before it joins a fleet.
+    pub fn new(addresses: &[IpAddr]) -> Fleet {
+        Fleet {
+            centre: OnceLock::new(),
+            neighbours: Mutex::new(Neighbours::new(addresses)),
+            ordered: Mutex::default(),
+            weights: Mutex::default(),
+            pending_grants: Mutex::default(),
+        }
+    }
+
+    /// The control centre's state; `None`: this host belongs to no fleet.
+    pub fn info(&self) -> Option<CentreInfo> {
+        self.centre.get().map(|c| c.info())
+    }
+
+    /// Ends the connection to the centre.
+    pub fn stop(&self) {
+        if let Some(c) = self.centre.get() {
+            c.stop();
+        }
+    }
+}
+
+/// This host's identity in its fleet.
+///
+/// # Errors
+/// Errors of [`Identity::load_or_join`].
+pub(crate) fn identity(config: &CentreConfig) -> io::Result<Identity> {
+    Identity::load_or_join(config)
+}
+
 impl Supervisor {
+    /// Puts in force the control centre's updates on disk, and starts to talk to the centre.
+    ///
+    /// # Errors
+    /// One line: the updates cannot be read.
+    pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
+        let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
+        lock(&self.fleet.neighbours).set_me(&identity.name);
+        let centre = centre::start(identity, addresses.iter().map(ToString::to_string).collect(), self)?;
+        let _ = self.fleet.centre.set(centre);
+        Ok(())
+    }
+
     fn centre(&self) -> Option<&Arc<Centre>> {
-        self.centre.get()
+        self.fleet.centre.get()
     }
 
     /// Carries out the centre's orders. Returns the failed pieces, with the reasons.
@@ -142,16 +203,16 @@ impl Supervisor {
                 }
                 (Key::Place(host), item) => {
                     let place = if let Some(Item::Place(p)) = item { Some(p) } else { None };
-                    news.extend(lock(&self.neighbours).set_place(host, place));
+                    news.extend(lock(&self.fleet.neighbours).set_place(host, place));
                     Ok(())
                 }
                 (Key::Peer(name), item) => {
                     let peer = if let Some(Item::Peer(p)) = item { Some(p) } else { None };
-                    news.extend(lock(&self.neighbours).set_peer(name, peer));
+                    news.extend(lock(&self.fleet.neighbours).set_peer(name, peer));
                     Ok(())
                 }
                 (Key::Vrnic(_), Some(Item::Vrnic(v))) => {
-                    news.extend(lock(&self.neighbours).set_own(&v.name, Some(v)));
+                    news.extend(lock(&self.fleet.neighbours).set_own(&v.name, Some(v)));
                     // Routes to its peers are made first, so that its programs find them.
                     self.learn(&mut news);
                     self.settle_vrnic(v)
@@ -159,20 +220,20 @@ impl Supervisor {
                 (Key::Vrnic(name), _) => {
                     let gone = self.drop_vrnic(name, w.force);
                     if gone.is_ok() {
-                        news.extend(lock(&self.neighbours).set_own(name, None));
+                        news.extend(lock(&self.fleet.neighbours).set_own(name, None));
                     }
                     gone
                 }
                 (Key::Rule(name), item) => {
                     let rule = if let Some(Item::Rule(r)) = item { Some(r) } else { None };
-                    lock(&self.ordered).set_rule(name, rule).map(|changes| news.extend(changes))
+                    lock(&self.fleet.ordered).set_rule(name, rule).map(|changes| news.extend(changes))
                 }
                 (Key::Secret(group, other, id), item) => {
                     let secret = if let Some(Item::Secret(s)) = item { Some(s) } else { None };
                     for name in [group, other].into_iter().filter(|name| !name.is_empty()) {
                         sealed.insert(name.clone(), w.key.clone());
                     }
-                    lock(&self.ordered).set_secret(group, other, *id, secret)
+                    lock(&self.fleet.ordered).set_secret(group, other, *id, secret)
                 }
             };
             if let Err(e) = done {
@@ -195,7 +256,7 @@ impl Supervisor {
     /// Gives a group the centre's secrets, if the group is on this host.
     fn settle_secrets(&self, name: &str) -> Result<(), String> {
         let Some(group) = self.names().groups.get(name).cloned() else { return Ok(()) };
-        let secrets = lock(&self.ordered).secrets_of(name)?;
+        let secrets = lock(&self.fleet.ordered).secrets_of(name)?;
         let mut inner = group.lock();
         if inner.removed {
             return Ok(());
@@ -220,14 +281,14 @@ impl Supervisor {
         let there = self.names().groups.get(name).cloned();
         match (group, there) {
             (Some(g), there) => {
-                lock(&self.weights).insert(name.into(), g.weight);
+                lock(&self.fleet.weights).insert(name.into(), g.weight);
                 match there.filter(|t| t.weight() != g.weight) {
                     Some(_) => self.set_group(name, Some(g.weight), None, None, None).map(drop),
                     None => Ok(()),
                 }
             }
             (None, there) => {
-                lock(&self.weights).remove(name);
+                lock(&self.fleet.weights).remove(name);
                 match there {
                     Some(_) if name != DEFAULT_GROUP => self.remove_group(name).map(drop),
                     _ => Ok(()),
@@ -270,9 +331,9 @@ impl Supervisor {
     fn make_of_fleet(self: &Arc<Self>, add: &AddVrnic, hardware: Hardware, up: bool) -> Result<(), String> {
         let group = add.group.clone().unwrap_or_default();
         if !self.names().groups.contains_key(&group) {
-            let weight = lock(&self.weights).get(&group).copied().unwrap_or(USUAL_GROUP_WEIGHT);
+            let weight = lock(&self.fleet.weights).get(&group).copied().unwrap_or(USUAL_GROUP_WEIGHT);
             self.make_group(&group, weight, None)?;
-            let ordered = lock(&self.ordered).secrets_of(&group)?;
+            let ordered = lock(&self.fleet.ordered).secrets_of(&group)?;
             if !ordered.is_empty() {
                 self.settle_secrets(&group)?;
             }
@@ -364,8 +425,8 @@ impl Supervisor {
                 c.received_bytes = c.received_bytes.saturating_add(q.counters.received_bytes);
             }
         }
-        let groups = reached.entry(v.group.clone()).or_insert_with(|| lock(&self.ordered).reached_from(&v.group));
-        let neighbours = lock(&self.neighbours);
+        let groups = reached.entry(v.group.clone()).or_insert_with(|| lock(&self.fleet.ordered).reached_from(&v.group));
+        let neighbours = lock(&self.fleet.neighbours);
         let mut connections: Vec<v1::Connection> = peers
             .into_iter()
             .map(|(gid, c)| {
@@ -436,9 +497,9 @@ impl Supervisor {
         let put = wanted(add, centre.host());
         if self.names().vrnics.contains_key(&add.name) {
             // A repeated request whose first answer was lost gets its result.
-            let asked_before = lock(&self.pending_grants).get(&add.name) == Some(&put);
+            let asked_before = lock(&self.fleet.pending_grants).get(&add.name) == Some(&put);
             if asked_before && centre.vrnic(&add.name).is_some_and(|v| v.by_host) {
-                lock(&self.pending_grants).remove(&add.name);
+                lock(&self.fleet.pending_grants).remove(&add.name);
                 return self.show(&add.name, false);
             }
             return Err(format!(
@@ -447,7 +508,7 @@ impl Supervisor {
             ));
         }
         let asked = centre.ask(ask::Change::Put(put.clone()));
-        let mut pending_grants = lock(&self.pending_grants);
+        let mut pending_grants = lock(&self.fleet.pending_grants);
         match asked {
             Ok(_) => drop(pending_grants.remove(&add.name)),
             Err(e) => {

@@ -10,8 +10,11 @@
 //! of the names ([`Supervisor::names`]), which is held only for moments. No thread holds the locks of two groups.
 
 mod admin_requests;
+#[cfg(feature = "fleet")]
 mod centre_orders;
 mod group;
+#[cfg(not(feature = "fleet"))]
+mod no_fleet;
 mod secrets;
 pub(crate) mod stats;
 mod takeover;
@@ -25,27 +28,33 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use unirdma_confine::{self as confine, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use unirdma_device::lock;
-use unirdma_formats::Mac;
 use unirdma_ipc::config::EngineConfig;
 use unirdma_ipc::fdpass;
 use unirdma_ipc::message::{Begin, Call, Event, MAX_NOTICE};
 use unirdma_ipc::vrnic::{Hardware, IpNet};
-use unirdma_rnic::Share;
 
 use crate::admin::{self, Response};
-use crate::centre::{self, Centre, Identity, Neighbours};
 use crate::fdstore::Keeper;
 use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
 use takeover::Takeover;
+
+#[cfg(feature = "fleet")]
+use centre_orders::Fleet;
+#[cfg(feature = "fleet")]
+pub(crate) use centre_orders::identity;
+#[cfg(not(feature = "fleet"))]
+use no_fleet::Fleet;
+#[cfg(not(feature = "fleet"))]
+pub(crate) use no_fleet::identity;
 
 /// Tokens in the epoll set. A group's tokens have its number in their lower half.
 const STOP: u64 = 0;
@@ -88,17 +97,9 @@ pub(crate) struct Supervisor {
     in_force: InForce,
     /// The control centre's changes of peers, for the network.
     bulletin: CentrePeers,
-    neighbours: Mutex<Neighbours>,
-    /// `None`: this host belongs to no fleet.
-    centre: OnceLock<Arc<Centre>>,
-    /// The centre's rules and secrets.
-    ordered: Mutex<centre_orders::CentreState>,
-    /// Weights of the centre's groups, including groups that have no worker yet.
-    weights: Mutex<BTreeMap<String, u32>>,
+    fleet: Fleet,
     /// vRNICs that an administrator removes although programs use them.
     forced_removals: Mutex<BTreeSet<String>>,
-    /// vRNICs requested from the centre without success. The centre may have made one, and died before it answered.
-    pending_grants: Mutex<BTreeMap<String, unirdma_fleet::v1::Vrnic>>,
     names: Mutex<Registry>,
     /// `None` if workers are threads, and while there is no keeper.
     keeper: Mutex<Option<Keeper>>,
@@ -150,12 +151,8 @@ impl Supervisor {
             around: Arc::new(around),
             in_force,
             bulletin,
-            neighbours: Mutex::new(Neighbours::new(config.wire.as_ref().map_or(&[], |w| &w.addresses))),
-            centre: OnceLock::new(),
-            ordered: Mutex::default(),
-            weights: Mutex::default(),
+            fleet: Fleet::new(config.wire.as_ref().map_or(&[], |w| &w.addresses)),
             forced_removals: Mutex::default(),
-            pending_grants: Mutex::default(),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             names: Mutex::new(Registry {
@@ -197,18 +194,6 @@ impl Supervisor {
         if !self.names().groups.contains_key(DEFAULT_GROUP) {
             self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT).map_err(io::Error::other)?;
         }
-        Ok(())
-    }
-
-    /// Puts in force the control centre's updates on disk, and starts to talk to the centre.
-    ///
-    /// # Errors
-    /// One line: the updates cannot be read.
-    pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
-        let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
-        lock(&self.neighbours).set_me(&identity.name);
-        let centre = centre::start(identity, addresses.iter().map(ToString::to_string).collect(), self)?;
-        let _ = self.centre.set(centre);
         Ok(())
     }
 
@@ -354,9 +339,7 @@ impl Supervisor {
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        if let Some(c) = self.centre.get() {
-            c.stop();
-        }
+        self.fleet.stop();
         // First without the groups' locks, which threads that wait for workers may hold.
         self.groups().iter().for_each(|g| g.kill());
         self.groups().iter().for_each(|g| g.end());
