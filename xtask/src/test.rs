@@ -5,22 +5,23 @@ use std::time::Instant;
 
 use harness::{Result, packages, vm};
 
+/// Processor time of all children that have ended, and of theirs, seconds (proc_pid_stat(5)).
+fn cpu_s() -> u64 {
+    const TICKS_PER_S: u64 = 100;
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The name of the program stands in brackets and may have spaces.
+    let fields = text.rsplit(')').next().unwrap_or_default().split_whitespace();
+    fields.skip(13).take(2).filter_map(|f| f.parse::<u64>().ok()).sum::<u64>() / TICKS_PER_S
+}
+
 fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     println!("\n== cargo {}", args.join(" "));
     let mut c = Command::new("cargo");
-    c.args(args).current_dir(harness::root());
-    for (k, v) in env {
-        c.env(k, v);
-    }
-    let began = Instant::now();
-    match c.status() {
-        Ok(s) if s.success() => {
-            println!("took {} s", began.elapsed().as_secs());
-            Ok(())
-        }
-        Ok(s) => Err(format!("cargo {} failed ({s})", args.join(" "))),
-        Err(e) => Err(format!("cargo {}: {e}", args.join(" "))),
-    }
+    c.args(args).envs(env.iter().copied()).current_dir(harness::root());
+    let (began, cpu) = (Instant::now(), cpu_s());
+    let status = c.status().map_err(|e| format!("cargo: {e}"))?;
+    println!("took {} s, {} s of processor time", began.elapsed().as_secs(), cpu_s() - cpu);
+    if status.success() { Ok(()) } else { Err(format!("cargo {} failed ({status})", args.join(" "))) }
 }
 
 /// A component of the toolchain that a minimal installation lacks.
@@ -30,19 +31,12 @@ fn has(component: &str) -> bool {
 
 /// Runs the black-box tests whose names contain `only`, with these parameters.
 fn black_box(only: Option<&str>, parameters: &[(&str, &str)]) -> Result<()> {
-    println!("\n== black-box tests with Debian's programs");
-    let mut c = Command::new("cargo");
     // As a part of the workspace, so that what the unit tests were built with serves here, too.
-    c.args(["test", "--workspace", "--test", "blackbox", "--"]);
+    let mut args = vec!["test", "--workspace", "--test", "blackbox", "--"];
     if let Some(text) = only {
-        c.args(["--", text]);
+        args.extend(["--", text]);
     }
-    c.envs(parameters.iter().copied()).current_dir(harness::root());
-    match c.status() {
-        Ok(s) if s.success() => Ok(()),
-        Ok(_) => Err("black-box tests failed".into()),
-        Err(e) => Err(format!("cargo: {e}")),
-    }
+    cargo(&args, parameters)
 }
 
 pub(crate) fn run(only: Option<&str>) -> Result<()> {
