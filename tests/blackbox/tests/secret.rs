@@ -85,6 +85,17 @@ fn programs(two: &TwoHosts) -> Check {
     require(drops == [[0; 3]; 2], format!("dropped: {drops:?}"))
 }
 
+/// The number of a vRNIC's QP, as soon as it has one. The numbers of QPs that end stay their group's.
+fn present_qpn(lab: &Lab, vrnic: &str) -> Result<u64> {
+    let mut qpn = None;
+    let look = || {
+        qpn = lab.show(vrnic).ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
+        qpn.is_some()
+    };
+    soon(look, "the program has no QP")?;
+    qpn.ok_or_else(|| "the program has no QP".into())
+}
+
 /// Packets from the other host's own address, sent by its root.
 fn hostile(two: &TwoHosts) -> Check {
     let lab = &two.labs[1];
@@ -92,9 +103,8 @@ fn hostile(two: &TwoHosts) -> Check {
     let (exe, listener) = (compile(&two.labs[0], "forge", &[])?, compile(lab, "forge", &[])?);
     // A QP that is connected to the first host.
     while_they_play(two, "ibv_rc_pingpong", || {
-        let qpn = || lab.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
-        soon(|| qpn().is_some(), "the program has no QP")?;
-        let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {}", qpn().unwrap_or(0)));
+        let qpn = present_qpn(lab, "b")?;
+        let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {qpn}"));
         require(o.text.contains("sent"), o.text)?;
         let drops = || dropped(lab).unwrap_or_default();
         soon(|| drops()[0] >= 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
@@ -206,22 +216,11 @@ fn joined(two: &TwoHosts) -> Check {
     let before = [dropped_of(red, "red")?, dropped_of(blue, "blue")?];
     let exe = compile(red, "forge", &[])?;
     while_they_play(two, "ibv_rc_pingpong", || {
-        let qpn = || blue.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
-        soon(|| qpn().is_some(), "the program has no QP")?;
+        let qpn = present_qpn(blue, "b")?;
         // Attacks by red's tenant in its own network, by an attacker on red's host as a plain device, and by replay.
-        let o = red.unirdma(&[
-            "exec",
-            "--vrnic",
-            "a",
-            "--",
-            &exe,
-            "roce",
-            "10.0.0.1",
-            "10.0.0.2",
-            &qpn().unwrap_or(0).to_string(),
-        ]);
+        let o = red.unirdma(&["exec", "--vrnic", "a", "--", &exe, "roce", "10.0.0.1", "10.0.0.2", &qpn.to_string()]);
         require(o.text.contains("sent") || o.text.contains("not permitted"), o.text)?;
-        let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {}", qpn().unwrap_or(0)));
+        let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {qpn}"));
         require(o.text.contains("sent"), o.text)?;
         let drops = || dropped_of(blue, "blue").unwrap_or_default();
         soon(|| drops()[0] >= before[1][0] + 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
