@@ -30,7 +30,7 @@ const VIEWS: [(&str, &str, &str); 10] = [
     ("vrnics", "#/vrnics", "mpi-00"),
     ("rules", "#/rules", "not-alice"),
     ("vrnic", "#/vrnics/mpi-03", "memory regions"),
-    ("host", "#/hosts/rack2-b", "Problems"),
+    ("host", "#/hosts/rack2-b", "Revision in force"),
     ("group", "#/groups/compute", "Rules that name it"),
     ("search", "#/search/store", "“store”"),
     ("missing", "#/vrnics/nobody", "There is no vRNIC of this name"),
@@ -192,6 +192,8 @@ impl Scene {
     }
 
     fn views(&mut self) -> Result<()> {
+        self.go("#/hosts/rack2-b")?;
+        self.browser.shows("Problems")?;
         for (width, height, scheme) in
             [(1440, 900, "light"), (1440, 900, "dark"), (390, 844, "light"), (2560, 1300, "dark")]
         {
