@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
-use unirdma_link::{BlockingFd, Kept, Ledger, Ticket, signal};
+use unirdma_link::{BlockingFd, ChannelError, Kept, Ledger, Ticket, signal};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
@@ -281,10 +281,10 @@ impl EventQueues {
     ///
     /// # Errors
     /// The queue has a channel already.
-    pub fn open_channel(&self, index: u32, fd: OwnedFd, ticket: Ticket, on_room: OnRoom) -> Result<(), String> {
+    pub fn open_channel(&self, index: u32, fd: OwnedFd, ticket: Ticket, on_room: OnRoom) -> Result<(), ChannelError> {
         let inner = &mut *lock(&self.inner);
         if inner.queues.get(&index).is_some_and(|q| q.channel.is_some()) {
-            return Err("the channel is open already".into());
+            return Err(ChannelError::Open);
         }
         inner.change(index, |q| q.channel = Some(Channel { fd, on_room, full: false, _ticket: ticket }));
         Ok(())
@@ -294,10 +294,10 @@ impl EventQueues {
     ///
     /// # Errors
     /// The queue has no channel.
-    pub fn close_channel(&self, index: u32) -> Result<(), String> {
+    pub fn close_channel(&self, index: u32) -> Result<(), ChannelError> {
         let inner = &mut *lock(&self.inner);
         if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
-            return Err("the channel is not open".into());
+            return Err(ChannelError::NotOpen);
         }
         if let Some(channel) = inner.remove(index).and_then(|q| q.channel) {
             (channel.on_room)(channel.fd.as_fd(), false);
@@ -313,18 +313,18 @@ impl EventQueues {
     ///
     /// # Errors
     /// The queue has no channel, there is no room, or `bytes` is not a whole number of events.
-    pub fn give_back(&self, index: u32, bytes: &[u8]) -> Result<(), String> {
+    pub fn give_back(&self, index: u32, bytes: &[u8]) -> Result<(), ChannelError> {
         let size = size_of::<abi::Event>();
         if bytes.len() % size != 0 {
-            return Err("these are no whole events".into());
+            return Err(ChannelError::PartialEvent);
         }
         let events: Vec<_> = bytes.chunks_exact(size).filter_map(|b| abi::Event::read_from_bytes(b).ok()).collect();
         let inner = &mut *lock(&self.inner);
         if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
-            return Err("the channel is not open".into());
+            return Err(ChannelError::NotOpen);
         }
         if !inner.has_room(index, events.len()) {
-            return Err("too many events wait".into());
+            return Err(ChannelError::Full);
         }
         inner.change(index, |q| events.into_iter().rev().for_each(|e| q.pending.push_front(e)));
         Ok(())

@@ -46,6 +46,33 @@ pub struct Vring {
     pub addressed: bool,
 }
 
+/// Why a request for an event channel is refused.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ChannelError {
+    #[error("this device has no event channels")]
+    Unsupported,
+    #[error("the RFC mode has no channels")]
+    Rfc,
+    #[error("there is no channel {0:#x}")]
+    Unknown(u32),
+    #[error("channel {0:#x} cannot be closed")]
+    NotClosable(u32),
+    #[error("the channel is open already")]
+    Open,
+    #[error("the channel is not open")]
+    NotOpen,
+    /// A limit of the vRNIC or its host, on what is named.
+    #[error("this vRNIC or this host has too many {0}")]
+    Exhausted(&'static str),
+    #[error("these are no whole events")]
+    PartialEvent,
+    #[error("too many events wait")]
+    Full,
+    #[error(transparent)]
+    System(#[from] rustix::io::Errno),
+}
+
 /// A device's reactions to changes of the link.
 pub trait Handler {
     /// Feature bits of the device type.
@@ -67,22 +94,22 @@ pub trait Handler {
     ///
     /// # Errors
     /// The reason why the channel cannot be opened.
-    fn open_channel(&mut self, _number: u32) -> Result<OwnedFd, String> {
-        Err("this device has no event channels".into())
+    fn open_channel(&mut self, _number: u32) -> Result<OwnedFd, ChannelError> {
+        Err(ChannelError::Unsupported)
     }
     /// Closes an event channel.
     ///
     /// # Errors
     /// The channel is not open.
-    fn close_channel(&mut self, _number: u32) -> Result<(), String> {
-        Err("this device has no event channels".into())
+    fn close_channel(&mut self, _number: u32) -> Result<(), ChannelError> {
+        Err(ChannelError::Unsupported)
     }
     /// Puts events that the frontend has read from a channel back to the channel's front.
     ///
     /// # Errors
     /// The channel is not open, or the bytes are not a whole number of events.
-    fn return_events(&mut self, _number: u32, _events: &[u8]) -> Result<(), String> {
-        Err("this device has no event channels".into())
+    fn return_events(&mut self, _number: u32, _events: &[u8]) -> Result<(), ChannelError> {
+        Err(ChannelError::Unsupported)
     }
     /// Logs that a request was refused.
     fn refused(&self, request: u32, why: &str);
@@ -166,9 +193,8 @@ enum Denied {
     MemoryTable { regions: usize, bytes: usize, descriptors: usize },
     #[error(transparent)]
     Memory(#[from] Refused),
-    /// The handler's reason.
-    #[error("{0}")]
-    Channel(String),
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
 }
 
 impl Denied {
@@ -445,14 +471,13 @@ fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, 
     let wrong = || Denied::Payload(m.payload.len());
     let (head, events) = m.payload.split_at_checked(size_of::<State>()).ok_or_else(wrong)?;
     let number = State::read_from_bytes(head).map_err(|_| wrong())?.index;
-    let done = match m.request {
-        msg::OPEN_CHANNEL if events.is_empty() => h.open_channel(number).map(Some),
-        msg::CLOSE_CHANNEL if events.is_empty() => h.close_channel(number).map(|()| None),
-        msg::RETURN_EVENTS => h.return_events(number, events).map(|()| None),
+    Ok(match m.request {
+        msg::OPEN_CHANNEL if events.is_empty() => Some(h.open_channel(number)?),
+        msg::CLOSE_CHANNEL if events.is_empty() => h.close_channel(number).map(|()| None)?,
+        msg::RETURN_EVENTS => h.return_events(number, events).map(|()| None)?,
         msg::OPEN_CHANNEL | msg::CLOSE_CHANNEL => return Err(wrong()),
         _ => return Err(Denied::Unknown),
-    };
-    done.map_err(Denied::Channel)
+    })
 }
 
 fn is_eventfd(fd: &BlockingFd) -> bool {

@@ -18,7 +18,7 @@ mod sparse_account;
 
 pub use accounts::{KINDS, Kept, Ledger, Resource, Ticket};
 pub use async_signal::signal;
-pub use backend::{Backend, Handler, Progress, Refusal, Vring};
+pub use backend::{Backend, ChannelError, Handler, Progress, Refusal, Vring};
 pub use blocking_fd::BlockingFd;
 pub use closer::Closer;
 pub use driver_queue::{DriverQueue, Segment};

@@ -9,9 +9,9 @@ use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, eventfd};
 use unirdma_link::{
-    Backend, BlockingFd, CLOSE_CHANNEL, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL,
-    Progress, RETURN_EVENTS, Receiver, Refusal, Resource, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring,
-    send,
+    Backend, BlockingFd, CLOSE_CHANNEL, ChannelError, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory,
+    OPEN_CHANNEL, Progress, RETURN_EVENTS, Receiver, Refusal, Resource, VHOST_USER_F_PROTOCOL_FEATURES,
+    VIRTIO_F_VERSION_1, Vring, send,
 };
 use unirdma_mem::MemFd;
 use vhost::vhost_user::message::FrontendReq as R;
@@ -51,14 +51,14 @@ impl Handler for Noted {
     fn reset(&mut self) {
         self.note("reset".into());
     }
-    fn open_channel(&mut self, number: u32) -> Result<OwnedFd, String> {
-        if number == 0 { Ok(event()) } else { Err("no such channel".into()) }
+    fn open_channel(&mut self, number: u32) -> Result<OwnedFd, ChannelError> {
+        if number == 0 { Ok(event()) } else { Err(ChannelError::Unknown(number)) }
     }
-    fn close_channel(&mut self, number: u32) -> Result<(), String> {
-        if number == 0 { Ok(()) } else { Err("no such channel".into()) }
+    fn close_channel(&mut self, number: u32) -> Result<(), ChannelError> {
+        if number == 0 { Ok(()) } else { Err(ChannelError::Unknown(number)) }
     }
-    fn return_events(&mut self, number: u32, events: &[u8]) -> Result<(), String> {
-        if number == 0 && events.len() % 16 == 0 { Ok(()) } else { Err("no events".into()) }
+    fn return_events(&mut self, number: u32, events: &[u8]) -> Result<(), ChannelError> {
+        if number == 0 && events.len() % 16 == 0 { Ok(()) } else { Err(ChannelError::PartialEvent) }
     }
     fn refused(&self, _: u32, _: &str) {}
 }

@@ -27,6 +27,17 @@ pub(crate) struct CaptureDelivery {
     sink: Mutex<Option<Sink>>,
 }
 
+/// Why a capture cannot be started or ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CaptureError {
+    #[error("another capture runs already; end it first")]
+    Another,
+    #[error("no such capture runs")]
+    None,
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
+}
+
 /// Destination of captured packets.
 struct Sink {
     /// The administration connection that has requested the capture.
@@ -63,17 +74,17 @@ impl CaptureDelivery {
         vrnic: Option<VrnicId>,
         snap: u32,
         hosts: Vec<IpAddr>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CaptureError> {
         let mut sink = lock(&self.sink);
         if sink.is_some() {
-            return Err("another capture runs already; end it first".into());
+            return Err(CaptureError::Another);
         }
         let me = self.clone();
         let thread = std::thread::Builder::new().name("capture".into()).spawn(move || {
             confine::thread(Kind::Capture);
             me.hand_over_all(id);
         });
-        thread.map_err(|e| format!("cannot start a thread: {e}"))?;
+        thread.map_err(CaptureError::Thread)?;
         *sink = Some(Sink { id, to, lost: 0 });
         let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let epoch_ns = (since_1970.as_nanos() as u64).saturating_sub(now_ns());
@@ -81,9 +92,12 @@ impl CaptureDelivery {
         Ok(())
     }
 
-    /// Ends the capture of administration connection `id`, if it has one; returns the number of lost packets.
-    pub fn stop(&self, id: u64) -> Option<u64> {
-        let mut ended = lock(&self.sink).take_if(|s| s.id == id)?;
+    /// Ends the capture of administration connection `id`; returns the number of lost packets.
+    ///
+    /// # Errors
+    /// It has none.
+    pub fn stop(&self, id: u64) -> Result<u64, CaptureError> {
+        let mut ended = lock(&self.sink).take_if(|s| s.id == id).ok_or(CaptureError::None)?;
         let mut rest = Captured::default();
         let lost = {
             let mut r = self.rnic.lock();
@@ -91,13 +105,13 @@ impl CaptureDelivery {
             r.stop_capture()
         };
         ended.send(&rest);
-        Some(ended.lost + lost)
+        Ok(ended.lost + lost)
     }
 
     /// Ends the capture of any connection.
     pub fn end(&self) {
         let id = lock(&self.sink).as_ref().map(|s| s.id);
-        id.and_then(|id| self.stop(id));
+        let _ = id.map(|id| self.stop(id));
     }
 
     /// Takes captured packets from the RNIC repeatedly, until the capture of connection `id` ends.
@@ -142,9 +156,9 @@ mod tests {
         for _ in 0..2 {
             start(7).unwrap();
             assert!(start(8).is_err(), "one captures at a time");
-            assert_eq!(capture.stop(8), None, "only who captures may end it");
+            assert!(capture.stop(8).is_err(), "only who captures may end it");
             assert!(Arc::strong_count(&capture) > before);
-            assert_eq!(capture.stop(7), Some(0));
+            assert_eq!(capture.stop(7).unwrap(), 0);
         }
         while Arc::strong_count(&capture) > before {
             std::thread::sleep(LOOK);

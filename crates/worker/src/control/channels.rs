@@ -11,7 +11,7 @@ use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 use unirdma_abi as abi;
 use unirdma_device::queue_of_channel;
-use unirdma_link::{BlockingFd, Resource};
+use unirdma_link::{BlockingFd, ChannelError, Resource};
 
 use super::{Conn, Worker};
 
@@ -35,14 +35,14 @@ pub(super) fn of_token(token: u64) -> Option<(u64, u32)> {
 }
 
 /// A pair of sockets: the device's end and the process's end.
-fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd), String> {
-    socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(|e| e.to_string())
+fn pair(kind: SocketType) -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+    socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)
 }
 
 /// Opens channel `number`; returns the process's end.
-pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
+pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, ChannelError> {
     if conn.device.is_rfc() {
-        return Err("the RFC mode has no channels".into());
+        return Err(ChannelError::Rfc);
     }
     let key = match (number, number.checked_sub(abi::CHANNEL_WAKE)) {
         (abi::CHANNEL_CONTROL, _) => CONTROL,
@@ -50,20 +50,19 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
         _ => return open_events(conn, number),
     };
     if conn.kicks.contains_key(&key) || conn.changed.contains_key(&key) {
-        return Err("the channel is open already".into());
+        return Err(ChannelError::Open);
     }
-    let ticket =
-        conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many descriptors")?;
+    let ticket = conn.ledger.take(Resource::Descriptors, 1).ok_or(ChannelError::Exhausted("descriptors"))?;
     if key >= WAKE {
         // The pollers only watch for edges and never read it, so a process that reads it or fills it harms only itself.
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let ours = eventfd(0, flags).map_err(|e| e.to_string())?;
-        let theirs = rustix::io::fcntl_dupfd_cloexec(&ours, 0).map_err(|e| e.to_string())?;
+        let ours = eventfd(0, flags)?;
+        let theirs = rustix::io::fcntl_dupfd_cloexec(&ours, 0)?;
         conn.changed.insert(key, Some(Arc::new(BlockingFd::new(ours, ticket))));
         return Ok(theirs);
     }
     let (ours, theirs) = pair(SocketType::STREAM)?;
-    set_socket_oobinline(&ours, true).map_err(|e| e.to_string())?;
+    set_socket_oobinline(&ours, true)?;
     // Unread messages of the process are dropped together with the socket, perhaps slowly.
     let ours = Arc::new(BlockingFd::new(ours, ticket));
     conn.device.set_control_channel(Some(ours.clone()));
@@ -71,17 +70,16 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     Ok(theirs)
 }
 
-fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
-    let index = queue_of_channel(number).ok_or_else(|| format!("there is no channel {number:#x}"))?;
-    let ticket =
-        conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many event channels")?;
+fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, ChannelError> {
+    let index = queue_of_channel(number).ok_or(ChannelError::Unknown(number))?;
+    let ticket = conn.ledger.take(Resource::Descriptors, 1).ok_or(ChannelError::Exhausted("event channels"))?;
     let (ours, theirs) = pair(SocketType::SEQPACKET)?;
     // The process sends nothing on an event channel.
-    shutdown(&ours, Shutdown::Read).map_err(|e| e.to_string())?;
+    shutdown(&ours, Shutdown::Read)?;
     // The socket is watched only once it is full, and then for one event.
     let once = epoll::EventFlags::ONESHOT;
     let token = token(conn.id, index);
-    epoll::add(&conn.epoll, &ours, epoll::EventData::new_u64(token), once).map_err(|e| e.to_string())?;
+    epoll::add(&conn.epoll, &ours, epoll::EventData::new_u64(token), once)?;
     let epoll = conn.epoll.clone();
     let on_room = move |fd: BorrowedFd<'_>, room: bool| {
         // The end of the other side is always reported.
@@ -93,14 +91,14 @@ fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
 }
 
 /// Closes event channel `number`. Channels that kick are closed with the session.
-pub(super) fn close(conn: &Conn, number: u32) -> Result<(), String> {
-    let index = queue_of_channel(number).ok_or_else(|| format!("channel {number:#x} cannot be closed"))?;
+pub(super) fn close(conn: &Conn, number: u32) -> Result<(), ChannelError> {
+    let index = queue_of_channel(number).ok_or(ChannelError::NotClosable(number))?;
     conn.device.events().close_channel(index)
 }
 
 /// Puts events back at the front of a channel.
-pub(super) fn give_back(conn: &Conn, number: u32, events: &[u8]) -> Result<(), String> {
-    let index = queue_of_channel(number).ok_or_else(|| format!("there is no channel {number:#x}"))?;
+pub(super) fn give_back(conn: &Conn, number: u32, events: &[u8]) -> Result<(), ChannelError> {
+    let index = queue_of_channel(number).ok_or(ChannelError::Unknown(number))?;
     conn.device.events().give_back(index, events)
 }
 

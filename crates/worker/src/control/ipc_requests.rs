@@ -5,11 +5,43 @@ use unirdma_rnic::MAX_TORN_DOWN;
 use unirdma_rnic::Rnic;
 
 use super::*;
+use crate::capture::CaptureError;
 
 /// Most connections and address handles that are checked under one lock of the RNIC after rules have changed.
 const MAX_RECHECKED: usize = 64;
 
-type Done = Result<Answer, String>;
+/// Why a request of the supervisor fails.
+#[derive(Debug, thiserror::Error)]
+enum RequestError {
+    #[error("this is the worker of group {0} already")]
+    Begun(String),
+    #[error("there is no vRNIC {0}; `unirdma vrnic ls` lists those that exist")]
+    NoVrnic(String),
+    #[error("vRNIC {0} exists already")]
+    Exists(String),
+    #[error("too many vRNICs")]
+    TooManyVrnics,
+    #[error("vRNIC {name} has {count} addresses already; take one away first")]
+    TooManyAddresses { name: String, count: usize },
+    #[error("a vRNIC needs the sockets that its programs and virtual machines connect to")]
+    NoSockets,
+    #[error("{0} needs a descriptor")]
+    NoDescriptor(&'static str),
+    #[error("cannot serve vRNIC {name}: {error}")]
+    Serve { name: String, error: io::Error },
+    #[error("a virtual machine has the network interface of vRNIC {0}")]
+    MachineAttached(String),
+    #[error("cannot use that interface: {0}")]
+    Interface(io::Error),
+    #[error("this host has no network to other hosts")]
+    NoNetwork,
+    #[error(transparent)]
+    Secrets(io::Error),
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
+}
+
+type Done = Result<Answer, RequestError>;
 
 impl Worker {
     /// Takes a newly connected supervisor in place of the one before.
@@ -63,7 +95,7 @@ impl Worker {
                 return;
             }
         };
-        let answer = self.answer(call, fds).unwrap_or_else(Answer::Error);
+        let answer = self.answer(call, fds).unwrap_or_else(|e| Answer::Error(e.to_string()));
         let Some(above) = &self.above else { return };
         if let Err(e) = above.line.send(&answer, &[], PATIENCE) {
             tracing::warn!(group = self.group, error = %e, "the supervisor takes no answer");
@@ -75,7 +107,7 @@ impl Worker {
         let mut fds = fds.into_iter();
         match call {
             Call::Hello { .. } => Ok(Answer::Hello(hello(Some(&self.group)))),
-            Call::Begin(_) => Err(format!("this is the worker of group {} already", self.group)),
+            Call::Begin(_) => Err(RequestError::Begun(self.group.clone())),
             Call::Add(new) => {
                 let listeners = [fds.next(), fds.next(), fds.next()];
                 self.add(new, listeners)
@@ -117,13 +149,12 @@ impl Worker {
             }
             Call::Capture { id, vrnic, snap } => {
                 let vrnic = vrnic.map(|name| self.vrnic(&name).map(|v| v.id)).transpose()?;
-                let fd = fds.next().ok_or("a capture needs a descriptor")?;
+                let fd = fds.next().ok_or(RequestError::NoDescriptor("a capture"))?;
                 let hosts = self.network.as_ref().map_or_else(Vec::new, |e| e.addresses.clone());
-                self.capture.start(id, fd, vrnic, snap, hosts).map(|()| Answer::Done)
+                self.capture.start(id, fd, vrnic, snap, hosts)?;
+                Ok(Answer::Done)
             }
-            Call::CaptureStop { id } => {
-                Ok(Answer::Captured { lost: self.capture.stop(id).ok_or("no such capture runs")? })
-            }
+            Call::CaptureStop { id } => Ok(Answer::Captured { lost: self.capture.stop(id)? }),
             Call::Status => Ok(Answer::Status(Box::new(self.status()))),
             Call::Figures { most } => Ok(Answer::Figures(Box::new(self.figures(most)))),
             Call::Plan(plan) => {
@@ -192,9 +223,9 @@ impl Worker {
 
     /// Replaces the group's secrets with the ones in this file, or with none.
     fn set_secrets(&mut self, file: Option<OwnedFd>) -> Done {
-        let secrets = file.map(GroupSecrets::of_file).transpose().map_err(|e| e.to_string())?;
+        let secrets = file.map(GroupSecrets::of_file).transpose().map_err(RequestError::Secrets)?;
         if !self.switch.set_secrets(secrets.unwrap_or_default()) {
-            return Err("this host has no network to other hosts".into());
+            return Err(RequestError::NoNetwork);
         }
         let sealed = self.switch.sealed();
         self.engine.rnic.lock().tx().set_sealed(sealed);
@@ -209,22 +240,23 @@ impl Worker {
         }
     }
 
-    fn vrnic(&self, name: &str) -> Result<&Vrnic, String> {
+    fn vrnic(&self, name: &str) -> Result<&Vrnic, RequestError> {
         self.vrnics.get(name).ok_or_else(|| unknown(name))
     }
 
     fn add(&mut self, new: NewVrnic, listeners: [Option<OwnedFd>; 3]) -> Done {
         let [Some(listener), Some(net_listener), Some(rfc_listener)] = listeners else {
-            return Err("a vRNIC needs the sockets that its programs and virtual machines connect to".into());
+            return Err(RequestError::NoSockets);
         };
         if self.vrnics.contains_key(&new.name) {
-            return Err(format!("vRNIC {} exists already", new.name));
+            return Err(RequestError::Exists(new.name));
         }
         let mac = new.hardware.mac;
         let gids = vrnic::gid_table(&new.ips, mac);
         let config = VrnicConfig { group: self.group_id, gids, limits: new.limits, share: new.share };
         let mut watch = |listener: &OwnedFd, source: Source| {
-            self.watch(listener.as_fd(), source, false).map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))
+            let watched = self.watch(listener.as_fd(), source, false);
+            watched.map_err(|error| RequestError::Serve { name: new.name.clone(), error })
         };
         let token = watch(&listener, Source::Listener(new.name.clone(), Mode::Native))?;
         let net_token = watch(&net_listener, Source::MachineListener(new.name.clone()))?;
@@ -233,7 +265,7 @@ impl Worker {
             for token in [token, net_token, rfc_token] {
                 self.sources.remove(&token);
             }
-            return Err("too many vRNICs".into());
+            return Err(RequestError::TooManyVrnics);
         };
         let ledger = self.ledger.for_vrnic(new.held.limits());
         let account: Arc<dyn Account> = Arc::new(KeptByRnic(ledger.clone()));
@@ -328,7 +360,7 @@ impl Worker {
             match gids.iter().position(|g| g.is_zero()) {
                 Some(hole) => gids[hole] = gid,
                 None if gids.len() < vrnic::MAX_GIDS => gids.push(gid),
-                None => return Err(format!("vRNIC {name} has {} addresses already; take one away first", gids.len())),
+                None => return Err(RequestError::TooManyAddresses { name: name.into(), count: gids.len() }),
             }
             v.ips.push(ip);
         }
@@ -341,12 +373,12 @@ impl Worker {
     fn attach(&mut self, name: &str, id: u64, fd: Option<OwnedFd>) -> Done {
         let group = self.group_id;
         let v = self.vrnics.get_mut(name).ok_or_else(|| unknown(name))?;
-        let fd = fd.ok_or("attach needs a descriptor")?;
+        let fd = fd.ok_or(RequestError::NoDescriptor("attach"))?;
         if v.attached.is_some_and(vm_net::is_machine) {
-            return Err(format!("a virtual machine has the network interface of vRNIC {name}"));
+            return Err(RequestError::MachineAttached(name.into()));
         }
         let up = self.engine.rnic.lock().is_up(v.id);
-        self.switch.add(id, fd, group, v.guard.clone(), up).map_err(|e| format!("cannot use that interface: {e}"))?;
+        self.switch.add(id, fd, group, v.guard.clone(), up).map_err(RequestError::Interface)?;
         v.attached = Some(id);
         Ok(Answer::Done)
     }
@@ -402,6 +434,6 @@ impl Worker {
     }
 }
 
-fn unknown(name: &str) -> String {
-    format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
+fn unknown(name: &str) -> RequestError {
+    RequestError::NoVrnic(name.into())
 }

@@ -29,7 +29,9 @@ use unirdma_ipc::connection::Connection;
 use unirdma_ipc::message::{Answer, Begin, Call, Event, Figures, Hello, NewVrnic, VERSION, WorkerStatus};
 use unirdma_ipc::network::Enrolment;
 use unirdma_ipc::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
-use unirdma_link::{Backend, BlockingFd, Closer, Handler, Ledger, Memory, Progress, Resource, Ticket, Vring};
+use unirdma_link::{
+    Backend, BlockingFd, ChannelError, Closer, Handler, Ledger, Memory, Progress, Resource, Ticket, Vring,
+};
 use unirdma_rnic::{Account, Limits, VrnicConfig, VrnicId};
 
 use crate::anti_spoof::Guard;
@@ -168,13 +170,13 @@ impl Handler for Conn {
         self.changed.extend(self.kicks.keys().map(|&i| (i, None)));
         self.device.reset();
     }
-    fn open_channel(&mut self, number: u32) -> Result<OwnedFd, String> {
+    fn open_channel(&mut self, number: u32) -> Result<OwnedFd, ChannelError> {
         channels::open(self, number)
     }
-    fn close_channel(&mut self, number: u32) -> Result<(), String> {
+    fn close_channel(&mut self, number: u32) -> Result<(), ChannelError> {
         channels::close(self, number)
     }
-    fn return_events(&mut self, number: u32, events: &[u8]) -> Result<(), String> {
+    fn return_events(&mut self, number: u32, events: &[u8]) -> Result<(), ChannelError> {
         channels::give_back(self, number, events)
     }
     fn refused(&self, request: u32, why: &str) {
