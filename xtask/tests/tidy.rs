@@ -13,7 +13,7 @@ const WIDTH: usize = 120;
 /// Comment lines with words of the patterns in [`DIALECT`], at most: some are right where they stand.
 const MAX_DIALECT_LINES: usize = 40;
 /// Functions whose error is a `String`, at most: those at the edge, where the text is for people.
-const MAX_STRING_ERRORS: usize = 108;
+const MAX_STRING_ERRORS: usize = 11;
 
 static DIALECT: LazyLock<Regex> = LazyLock::new(|| {
     let words = r"\bso (many|long|much)\b|\bfor so\b|\bthat of\b|\bthose of\b|\bthe one that\b|\b[Ww]hoever\b|\bas far as\b|\bkeen\b|\bzeal|\bin vain\b|\bmute[sd]?\b";

@@ -7,6 +7,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
@@ -20,6 +21,25 @@ const PIDS: &str = "pids";
 /// Cgroup to which the supervisor moves in version 2, since a cgroup with members of its own cannot enable controllers
 /// for its children.
 const SUPERVISOR: &str = "supervisor";
+
+/// Why a worker has no cgroup.
+#[derive(Clone, Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CgroupError {
+    #[error("no cgroups are mounted")]
+    NotMounted,
+    #[error("{} has no memory controller", .0.display())]
+    NoMemory(PathBuf),
+    #[error("{}: {error}", .path.display())]
+    File { path: PathBuf, error: Arc<io::Error> },
+    /// The supervisor's cgroup is not delegated to it.
+    #[error("{error} (systemd-run{user} --scope -p Delegate=yes unirdma host ... gives it a cgroup of its own)")]
+    NotDelegated { error: Box<CgroupError>, user: &'static str },
+    #[error("workers are threads")]
+    Threads,
+    #[error("it has no process id")]
+    NoProcess,
+}
 
 /// A directory for cgroups in one hierarchy.
 #[derive(Debug)]
@@ -125,24 +145,23 @@ fn component(name: &[u8]) -> String {
     name.iter().map(|b| if plain(b) { char::from(*b).to_string() } else { format!("_{b:02x}") }).collect()
 }
 
-fn at(path: &Path) -> impl Fn(io::Error) -> String {
-    let text = path.display().to_string();
-    move |e| format!("{text}: {e}")
+fn at(path: &Path) -> impl Fn(io::Error) -> CgroupError {
+    move |e| CgroupError::File { path: path.into(), error: e.into() }
 }
 
-fn make_dir(path: &Path) -> Result<(), String> {
+fn make_dir(path: &Path) -> Result<(), CgroupError> {
     match fs::create_dir(path) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(at(path)(e)),
         _ => Ok(()),
     }
 }
 
-fn write(path: &Path, text: &str) -> Result<(), String> {
+fn write(path: &Path, text: &str) -> Result<(), CgroupError> {
     fs::write(path, text).map_err(at(path))
 }
 
 /// The controllers in a file that lists a version 2 cgroup's own or delegated ones.
-fn listed(file: &Path) -> Result<Vec<&'static str>, String> {
+fn listed(file: &Path) -> Result<Vec<&'static str>, CgroupError> {
     let text = fs::read_to_string(file).map_err(at(file))?;
     Ok([MEMORY, CPU, PIDS].into_iter().filter(|c| text.split_whitespace().any(|w| w == *c)).collect())
 }
@@ -153,13 +172,13 @@ impl Cgroups {
     /// poller has an effect.
     ///
     /// # Errors
-    /// One line: the missing controller or permission.
-    pub fn open(dir: &Path, weights: bool) -> Result<Self, String> {
+    /// A controller or a permission is missing.
+    pub fn open(dir: &Path, weights: bool) -> Result<Self, CgroupError> {
         let read = |path: &str| fs::read_to_string(path).map_err(at(Path::new(path)));
         let (mounts, own) = (Mount::all(&read("/proc/self/mountinfo")?), read("/proc/self/cgroup")?);
         let name = format!("unirdma{}", component(dir.as_os_str().as_encoded_bytes()));
         let wanted: Vec<&'static str> = [MEMORY, PIDS].into_iter().chain(weights.then_some(CPU)).collect();
-        let (mut trees, mut why) = (Vec::<Tree>::new(), "no cgroups are mounted".to_string());
+        let (mut trees, mut why) = (Vec::<Tree>::new(), CgroupError::NotMounted);
         let shared = "pollers share their cores with programs; see --polling";
         let mut no_cpu = if weights { "the cgroups here have no CPU controller" } else { shared }.to_string();
         for m in &mounts {
@@ -178,7 +197,7 @@ impl Cgroups {
                 Ok(tree) => trees.push(tree),
                 // The memory controller's error says most.
                 Err(e) if m.unified || m.has(MEMORY) => why = e,
-                Err(e) if m.has(CPU) => no_cpu = e,
+                Err(e) if m.has(CPU) => no_cpu = e.to_string(),
                 Err(_) => {}
             }
         }
@@ -215,8 +234,8 @@ impl Cgroups {
     /// Makes or finds the cgroup of a group's worker, and sets its limits.
     ///
     /// # Errors
-    /// One line: the operation that the kernel refuses.
-    pub fn make(&self, group: &str, limits: &CgroupLimits) -> Result<Cgroup, String> {
+    /// The kernel refuses an operation.
+    pub fn make(&self, group: &str, limits: &CgroupLimits) -> Result<Cgroup, CgroupError> {
         let name = format!("worker-{}", component(group.as_bytes()));
         let cgroup = Cgroup { dirs: self.trees.iter().map(|t| t.dir.join(&name)).collect() };
         let made = self.trees.iter().zip(&cgroup.dirs).try_for_each(|(tree, dir)| {
@@ -262,11 +281,11 @@ fn above_supervisor<'a>(own: &'a Path, name: &str) -> &'a Path {
 }
 
 /// Makes the directory below a version 2 cgroup.
-fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, String> {
+fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, CgroupError> {
     let base = above_supervisor(own, name);
     let has = listed(&base.join("cgroup.controllers"))?;
     if !has.contains(&MEMORY) {
-        return Err(format!("{} has no memory controller", base.display()));
+        return Err(CgroupError::NoMemory(base.into()));
     }
     let controllers: Vec<_> = wanted.iter().copied().filter(|c| has.contains(c)).collect();
     let dir = base.join(name);
@@ -285,22 +304,20 @@ fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, Stri
             let _ = fs::remove_dir(dir.join(SUPERVISOR));
             let _ = fs::remove_dir(&dir);
             let user = if rustix::process::geteuid().is_root() { "" } else { " --user" };
-            Err(format!(
-                "{e} (systemd-run{user} --scope -p Delegate=yes unirdma host ... gives it a cgroup of its own)"
-            ))
+            Err(CgroupError::NotDelegated { error: e.into(), user })
         }
     }
 }
 
 /// Enables controllers for the children of a version 2 cgroup.
-fn enable(base: &Path, controllers: &[&'static str]) -> Result<(), String> {
+fn enable(base: &Path, controllers: &[&'static str]) -> Result<(), CgroupError> {
     let file = base.join("cgroup.subtree_control");
     let given = listed(&file)?;
     let more: Vec<String> = controllers.iter().filter(|c| !given.contains(c)).map(|c| format!("+{c}")).collect();
     if more.is_empty() { Ok(()) } else { write(&file, &more.join(" ")) }
 }
 
-fn enter(dir: &Path, pid: Pid) -> Result<(), String> {
+fn enter(dir: &Path, pid: Pid) -> Result<(), CgroupError> {
     write(&dir.join("cgroup.procs"), &pid.as_raw_pid().to_string())
 }
 
@@ -308,8 +325,8 @@ impl Cgroup {
     /// Moves a process into the cgroup, with all its threads.
     ///
     /// # Errors
-    /// One line: the operation that the kernel refuses.
-    pub fn enter(&self, pid: Pid) -> Result<(), String> {
+    /// The kernel refuses an operation.
+    pub fn enter(&self, pid: Pid) -> Result<(), CgroupError> {
         self.dirs.iter().try_for_each(|dir| enter(dir, pid))
     }
 
@@ -376,7 +393,7 @@ mod tests {
         fs::create_dir_all(&dir).unwrap();
         let (has, gives) = (base.join("cgroup.controllers"), base.join("cgroup.subtree_control"));
         fs::write(&has, "cpu io pids").unwrap();
-        assert!(unified(&base, "unirdma-x", &[MEMORY]).unwrap_err().contains("no memory controller"));
+        assert!(matches!(unified(&base, "unirdma-x", &[MEMORY]), Err(CgroupError::NoMemory(_))));
         fs::write(&has, "cpu io memory pids").unwrap();
         fs::write(&gives, "memory").unwrap();
         fs::write(dir.join("cgroup.subtree_control"), "").unwrap();

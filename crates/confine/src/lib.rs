@@ -18,7 +18,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-pub use cgroup::{Cgroup, CgroupLimits, Cgroups, MAX_GROUP_WEIGHT, USUAL_GROUP_WEIGHT};
+pub use cgroup::{Cgroup, CgroupError, CgroupLimits, Cgroups, MAX_GROUP_WEIGHT, USUAL_GROUP_WEIGHT};
 pub use limits::{Limits, raise_descriptors};
 pub use privilege::{Needs, User, confine_supervisor};
 pub use seccomp::Kind;
@@ -64,8 +64,8 @@ pub struct Measure {
 
 impl Measure {
     /// A measure that is in force, or the reason why it is not.
-    pub fn new(name: &str, result: Result<String, String>) -> Self {
-        let (in_force, detail) = (result.is_ok(), result.unwrap_or_else(|why| why));
+    pub fn new(name: &str, result: Result<String, impl fmt::Display>) -> Self {
+        let (in_force, detail) = (result.is_ok(), result.unwrap_or_else(|why| why.to_string()));
         Measure { name: name.into(), in_force, detail }
     }
 }
@@ -130,8 +130,8 @@ mod tests {
 
     #[test]
     fn a_line_says_what_holds_and_what_does_not() {
-        let seccomp = Measure::new("seccomp", Ok("a filter for each kind of thread".into()));
-        let landlock = Measure::new("landlock", Err("this kernel has none".into()));
+        let seccomp = Measure::new("seccomp", Ok::<_, io::Error>("a filter for each kind of thread".into()));
+        let landlock = Measure::new("landlock", Err("this kernel has none"));
         let line =
             |measures: &[&Measure]| InForce { measures: measures.iter().map(|&m| m.clone()).collect() }.to_string();
         assert_eq!(line(&[&seccomp]), "seccomp (a filter for each kind of thread)");

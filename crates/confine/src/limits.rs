@@ -40,14 +40,14 @@ impl Limits {
     ///
     /// # Errors
     /// The limit that the kernel refuses, and its error.
-    pub(super) fn set(&self) -> Result<String, String> {
+    pub(super) fn set(&self) -> io::Result<String> {
         let all = [
             ("descriptors", Resource::Nofile, self.descriptors),
             ("memory", Resource::Data, self.data),
             ("addresses", Resource::As, self.addresses),
         ];
         for (what, resource, wanted) in all {
-            limit(resource, wanted).map_err(|e| format!("{what}: {e}"))?;
+            limit(resource, wanted).map_err(|e| io::Error::new(e.kind(), format!("{what}: {e}")))?;
         }
         let (data, addresses) = (self.data >> 20, self.addresses >> 40);
         Ok(format!("{} descriptors, {data} MiB of own memory, {addresses} TiB of addresses", self.descriptors))

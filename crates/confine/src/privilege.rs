@@ -89,16 +89,16 @@ pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 5] {
         .map(|()| "none; nobody else of this user can read its memory".to_string());
     [
         Measure::new("user", user),
-        Measure::new("capabilities", capabilities.map_err(|e| e.to_string())),
+        Measure::new("capabilities", capabilities),
         no_new_privs(),
         Measure::new("weight", weight),
-        Measure::new("core_dumps", cores.map_err(|e| e.to_string())),
+        Measure::new("core_dumps", cores),
     ]
 }
 
 fn no_new_privs() -> Measure {
     let done = thread::set_no_new_privs(true);
-    Measure::new("no_new_privs", done.map(|()| "for good".into()).map_err(|e| e.to_string()))
+    Measure::new("no_new_privs", done.map(|()| "for good".into()))
 }
 
 /// Changes to the ids of a user, for good. Each call affects this thread only, which must be the only one.
@@ -174,6 +174,5 @@ pub fn confine_supervisor(needs: Needs) -> InForce {
         let names: Vec<String> = set.iter_names().map(|(name, _)| name.to_lowercase()).collect();
         if names.is_empty() { "none".to_string() } else { format!("only {}", names.join(", ")) }
     };
-    let capabilities = capabilities.map(names).map_err(|e| e.to_string());
-    InForce { measures: vec![Measure::new("capabilities", capabilities), no_new_privs()] }
+    InForce { measures: vec![Measure::new("capabilities", capabilities.map(names)), no_new_privs()] }
 }

@@ -411,11 +411,11 @@ fn install(program: &BpfProgram) -> io::Result<()> {
 /// Installs the filters of the process.
 ///
 /// # Errors
-/// The reason, in words.
-pub(super) fn enter() -> Result<String, String> {
-    let filters = Filters::compile().map_err(|e| e.to_string())?;
+/// Errors of `seccomp(2)`, or of the compiler of filters.
+pub(super) fn enter() -> io::Result<String> {
+    let filters = Filters::compile().map_err(io::Error::other)?;
     for program in &filters.process {
-        install(program).map_err(|e| e.to_string())?;
+        install(program)?;
     }
     let _ = FILTERS.set(filters);
     Ok("a filter of system calls for each kind of thread".into())

@@ -25,6 +25,35 @@ const MAX_PAIRS: usize = 4096;
 /// number of the secret to send with (1 byte), the count of secrets (1 byte), and each secret with its number.
 const MAX_FILE_BYTES: usize = (1 + MAX_PAIRS) * (1 + MAX_NAME_BYTES + 2 + MAX_SECRETS * (1 + SECRET_BYTES));
 
+/// A file that is no secret, or secrets that a group cannot have.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SecretError {
+    #[error("the file of the secret: {0}")]
+    Read(#[from] io::Error),
+    #[error("a secret comes from an ordinary file")]
+    NotRegular,
+    /// Permissions of the file.
+    #[error("others than its owner may use the file of the secret (mode {0:03o}); `chmod 600` it")]
+    Mode(u32),
+    #[error(
+        "the file has no secret: that is 32 random bytes or 64 hexadecimal digits (`unirdma secret FILE` makes one)"
+    )]
+    NoSecret,
+    #[error("a group has 1 to {MAX_SECRETS} secrets, not {0}")]
+    Count(usize),
+    #[error("two secrets of a group have the same number")]
+    SameNumber,
+    #[error("the group has no secret {0} to send with")]
+    NoneToSend(u8),
+    #[error(
+        "the new secret has the number of one that the group has; make another one, since hosts could not tell them apart"
+    )]
+    NumberTaken,
+    #[error("a group has secrets with {MAX_PAIRS} other groups at most")]
+    TooManyPairs,
+}
+
 /// A secret and its number, by which hosts distinguish the secrets of a group.
 #[derive(Clone, PartialEq, Eq, Zeroize, ZeroizeOnDrop)]
 pub struct Secret {
@@ -69,20 +98,17 @@ impl Secret {
     /// Reads a secret from an administrator's file: 32 bytes, or 64 hexadecimal digits.
     ///
     /// # Errors
-    /// One line: other users can read the file, or its content is no secret.
-    pub fn read(file: BorrowedFd<'_>) -> Result<Secret, String> {
-        let stat = rustix::fs::fstat(file).map_err(|e| format!("the file of the secret: {e}"))?;
+    /// Other users can read the file, or its content is no secret.
+    pub fn read(file: BorrowedFd<'_>) -> Result<Secret, SecretError> {
+        let stat = rustix::fs::fstat(file).map_err(io::Error::from)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err("a secret comes from an ordinary file".into());
+            return Err(SecretError::NotRegular);
         }
         if stat.st_mode & 0o077 != 0 {
-            let mode = stat.st_mode & 0o777;
-            return Err(format!(
-                "others than its owner may use the file of the secret (mode {mode:03o}); `chmod 600` it"
-            ));
+            return Err(SecretError::Mode(stat.st_mode & 0o777));
         }
         let mut bytes = Zeroizing::new([0; 2 * SECRET_BYTES + 2]);
-        let n = read_at(file, &mut bytes[..]).map_err(|e| format!("the file of the secret: {e}"))?;
+        let n = read_at(file, &mut bytes[..])?;
         let mut key = Zeroizing::new([0; SECRET_BYTES]);
         if n == SECRET_BYTES {
             key.copy_from_slice(&bytes[..n]);
@@ -96,7 +122,7 @@ impl Secret {
                 return Ok(Secret::numbered(&key));
             }
         }
-        Err("the file has no secret: that is 32 random bytes or 64 hexadecimal digits (`unirdma secret FILE` makes one)".into())
+        Err(SecretError::NoSecret)
     }
 }
 
@@ -120,16 +146,16 @@ impl Secrets {
     /// secret, the latest other secret that both hosts have is used.
     ///
     /// # Errors
-    /// One line: too many secrets, two with one number, or the one to send with is missing.
-    pub fn new(all: Vec<Secret>, send: u8) -> Result<Secrets, String> {
+    /// Too many secrets, two with one number, or the one to send with is missing.
+    pub fn new(all: Vec<Secret>, send: u8) -> Result<Secrets, SecretError> {
         if all.is_empty() || all.len() > MAX_SECRETS {
-            return Err(format!("a group has 1 to {MAX_SECRETS} secrets, not {}", all.len()));
+            return Err(SecretError::Count(all.len()));
         }
         if (1..all.len()).any(|i| all[..i].iter().any(|s| s.id == all[i].id)) {
-            return Err("two secrets of a group have the same number".into());
+            return Err(SecretError::SameNumber);
         }
         if !all.iter().any(|s| s.id == send) {
-            return Err(format!("the group has no secret {send} to send with"));
+            return Err(SecretError::NoneToSend(send));
         }
         Ok(Secrets { all, send })
     }
@@ -143,10 +169,10 @@ impl Secrets {
     /// Makes `secret` the one to send with. Earlier secrets stay accepted, except the oldest if there are too many.
     ///
     /// # Errors
-    /// One line: another secret has the same number.
-    pub fn rotate(&mut self, secret: Secret) -> Result<(), String> {
+    /// Another secret has the same number.
+    pub fn rotate(&mut self, secret: Secret) -> Result<(), SecretError> {
         if self.all.iter().any(|s| s.id == secret.id && s.key != secret.key) {
-            return Err("the new secret has the number of one that the group has; make another one, since hosts could not tell them apart".into());
+            return Err(SecretError::NumberTaken);
         }
         self.send = secret.id;
         self.all.retain(|s| s.id != secret.id);
@@ -203,8 +229,8 @@ impl GroupSecrets {
     /// Replaces the secrets of the group, or of its pair with another group.
     ///
     /// # Errors
-    /// One line: there is no room for another pair.
-    pub fn set(&mut self, with: Option<&str>, secrets: Option<Secrets>) -> Result<(), String> {
+    /// There is no room for another pair.
+    pub fn set(&mut self, with: Option<&str>, secrets: Option<Secrets>) -> Result<(), SecretError> {
         let Some(other) = with else {
             self.own = secrets;
             return Ok(());
@@ -215,7 +241,7 @@ impl GroupSecrets {
         }
         if self.with.len() > MAX_PAIRS {
             self.with.remove(other);
-            return Err(format!("a group has secrets with {MAX_PAIRS} other groups at most"));
+            return Err(SecretError::TooManyPairs);
         }
         Ok(())
     }
@@ -254,7 +280,6 @@ impl GroupSecrets {
     /// # Errors
     /// The file has no secrets, or is malformed.
     pub fn of_file(file: impl AsFd) -> io::Result<GroupSecrets> {
-        let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
         let size = usize::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(usize::MAX);
         if size == 0 || size > MAX_FILE_BYTES {
             return Err(invalid("a file without secrets came"));
@@ -267,17 +292,20 @@ impl GroupSecrets {
         let mut rest = &bytes[..];
         while !rest.is_empty() {
             let (name, secrets, after) = read_set(rest).ok_or_else(|| invalid("a file came that has no secrets"))?;
-            let secrets = secrets.map_err(|e| invalid(&e))?;
-            found.set((!name.is_empty()).then_some(name), Some(secrets)).map_err(|e| invalid(&e))?;
+            found.set((!name.is_empty()).then_some(name), Some(secrets.map_err(invalid)?)).map_err(invalid)?;
             rest = after;
         }
         Ok(found)
     }
 }
 
+fn invalid(why: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
 /// The set of secrets at the start of `bytes`: the other group's name, the secrets, and the remaining bytes; `None` if
 /// there is no set.
-fn read_set(bytes: &[u8]) -> Option<(&str, Result<Secrets, String>, &[u8])> {
+fn read_set(bytes: &[u8]) -> Option<(&str, Result<Secrets, SecretError>, &[u8])> {
     let (&length, rest) = bytes.split_first()?;
     let (name, rest) = rest.split_at_checked(length.into())?;
     let (&[send, n], rest) = rest.split_first_chunk()?;
@@ -321,19 +349,19 @@ mod tests {
             std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
             Secret::read(File::open(&path).unwrap().as_fd())
         };
-        assert_eq!(read(&[7; 32], 0o600), Ok(secret(7)));
-        assert_eq!(read("07".repeat(32).as_bytes(), 0o400), Ok(secret(7)));
-        assert_eq!(read(("aB".repeat(32) + "\n").as_bytes(), 0o600), Ok(secret(0xab)));
+        assert_eq!(read(&[7; 32], 0o600).unwrap(), secret(7));
+        assert_eq!(read("07".repeat(32).as_bytes(), 0o400).unwrap(), secret(7));
+        assert_eq!(read(("aB".repeat(32) + "\n").as_bytes(), 0o600).unwrap(), secret(0xab));
         for mode in [0o640, 0o604, 0o610, 0o660] {
-            let e = read(&[7; 32], mode).unwrap_err();
+            let e = read(&[7; 32], mode).unwrap_err().to_string();
             assert!(e.contains(&format!("mode {mode:o}")) && e.contains("chmod 600"), "{e}");
         }
         for content in [&[7; 31][..], &[7; 33], b"", "0g".repeat(32).as_bytes(), "07".repeat(33).as_bytes()] {
-            assert!(read(content, 0o600).unwrap_err().contains("32 random bytes or 64 hexadecimal digits"));
+            assert!(matches!(read(content, 0o600), Err(SecretError::NoSecret)));
         }
         std::fs::remove_file(&path).unwrap();
         let (a, _b) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert!(Secret::read(a.as_fd()).unwrap_err().contains("ordinary file"));
+        assert!(matches!(Secret::read(a.as_fd()), Err(SecretError::NotRegular)));
         assert_eq!(format!("{:?}", secret(7)), format!("Secret {}", secret(7).id()), "the key is not shown");
     }
 

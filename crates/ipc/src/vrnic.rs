@@ -9,6 +9,25 @@ use unirdma_rnic::{Counters, Limits, MrNote, QpInfo, Share};
 
 use crate::counters::FrameDrops;
 
+/// A name, an address or a share that a vRNIC or group cannot have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum InvalidValue {
+    #[error("`{name}` is no {what} name: use 1 to 32 letters, digits, `_`, `.` or `-`, a letter or digit first")]
+    Name { what: &'static str, name: String },
+    #[error("`{0}` is no IP address; write 10.0.0.1, 10.0.0.1/16 or fd00::1/64")]
+    Address(String),
+    #[error("`{address}`: the prefix length must be 0 to {max}")]
+    Prefix { address: String, max: u8 },
+    /// An address such as a multicast address.
+    #[error("`{0}` cannot be the address of a vRNIC")]
+    Unusable(String),
+    #[error("the weight {0} is not 1 to {MAX_WEIGHT}")]
+    Weight(u32),
+    #[error("the burst is at most {} s", MAX_BURST_US / 1_000_000)]
+    Burst,
+}
+
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IpNet {
@@ -25,17 +44,17 @@ impl std::fmt::Display for IpNet {
 }
 
 impl std::str::FromStr for IpNet {
-    type Err = String;
+    type Err = InvalidValue;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> Result<Self, InvalidValue> {
         let (addr, prefix) = s.split_once('/').map_or((s, None), |(a, p)| (a, Some(p)));
-        let addr: IpAddr =
-            addr.parse().map_err(|_| format!("`{s}` is no IP address; write 10.0.0.1, 10.0.0.1/16 or fd00::1/64"))?;
+        let addr: IpAddr = addr.parse().map_err(|_| InvalidValue::Address(s.into()))?;
         let (max, default) = if addr.is_ipv4() { (32, 16) } else { (128, 64) };
         let prefix = match prefix {
             None => default,
             Some(p) => {
-                p.parse().ok().filter(|p| *p <= max).ok_or(format!("`{s}`: the prefix length must be 0 to {max}"))?
+                let prefix = p.parse().ok().filter(|p| *p <= max);
+                prefix.ok_or_else(|| InvalidValue::Prefix { address: s.into(), max })?
             }
         };
         let usable = match addr {
@@ -44,7 +63,7 @@ impl std::str::FromStr for IpNet {
                 !(a.is_unspecified() || a.is_multicast() || a.is_loopback()) && a.to_ipv4_mapped().is_none()
             }
         };
-        if usable { Ok(IpNet { addr, prefix }) } else { Err(format!("`{s}` cannot be the address of a vRNIC")) }
+        if usable { Ok(IpNet { addr, prefix }) } else { Err(InvalidValue::Unusable(s.into())) }
     }
 }
 
@@ -181,8 +200,8 @@ impl SetShare {
     /// `share` with these changes.
     ///
     /// # Errors
-    /// In words, the value that is out of its range.
-    pub fn apply(&self, share: Share) -> Result<Share, String> {
+    /// A value is out of its range.
+    pub fn apply(&self, share: Share) -> Result<Share, InvalidValue> {
         let share = Share {
             weight: self.weight.unwrap_or(share.weight),
             rate_bps: self.rate_bps.unwrap_or(share.rate_bps),
@@ -190,10 +209,10 @@ impl SetShare {
             burst_us: self.burst_us.unwrap_or(share.burst_us),
         };
         if !(1..=MAX_WEIGHT).contains(&share.weight) {
-            return Err(format!("the weight {} is not 1 to {MAX_WEIGHT}", share.weight));
+            return Err(InvalidValue::Weight(share.weight));
         }
         if share.burst_us > MAX_BURST_US {
-            return Err(format!("the burst is at most {} s", MAX_BURST_US / 1_000_000));
+            return Err(InvalidValue::Burst);
         }
         Ok(share)
     }
@@ -298,17 +317,11 @@ pub const PORT_MTU: u8 = 5;
 pub(crate) const MAX_NAME_BYTES: usize = 32;
 
 /// Checks a name of a vRNIC or group, which becomes a directory and a command's argument.
-pub fn check_name(what: &str, name: &str) -> Result<(), String> {
+pub fn check_name(what: &'static str, name: &str) -> Result<(), InvalidValue> {
     let ok = (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
         && name.as_bytes()[0].is_ascii_alphanumeric();
-    if ok {
-        Ok(())
-    } else {
-        Err(format!(
-            "`{name}` is no {what} name: use 1 to 32 letters, digits, `_`, `.` or `-`, a letter or digit first"
-        ))
-    }
+    if ok { Ok(()) } else { Err(InvalidValue::Name { what, name: name.into() }) }
 }
 
 /// The identity of a vRNIC besides its addresses. It keeps both values while it exists, regardless of changed

@@ -16,7 +16,7 @@ use unirdma_device::lock;
 
 use crate::WireConfig;
 use crate::peer_change::Change;
-use crate::peers_file::{self, Peers};
+use crate::peers_file::{self, Peers, PeersError};
 
 /// A source of knowledge about other hosts.
 pub(crate) trait Source: Send {
@@ -31,8 +31,8 @@ pub(crate) trait Source: Send {
     /// read.
     ///
     /// # Errors
-    /// One line. The former knowledge stays valid.
-    fn changes(&mut self) -> Option<Result<Vec<Change>, String>>;
+    /// The source cannot be read. The former knowledge stays valid.
+    fn changes(&mut self) -> Option<Result<Vec<Change>, PeersError>>;
 }
 
 /// The source of a configuration: the peers file, or else the control centre.
@@ -66,7 +66,7 @@ impl Source for CentrePeers {
         None
     }
 
-    fn changes(&mut self) -> Option<Result<Vec<Change>, String>> {
+    fn changes(&mut self) -> Option<Result<Vec<Change>, PeersError>> {
         let changes = std::mem::take(&mut *lock(&self.0));
         (!changes.is_empty()).then_some(Ok(changes))
     }
@@ -116,7 +116,7 @@ impl Source for PeersFile {
         Some(self.watch.as_fd())
     }
 
-    fn changes(&mut self) -> Option<Result<Vec<Change>, String>> {
+    fn changes(&mut self) -> Option<Result<Vec<Change>, PeersError>> {
         if !self.something_happened() && self.peers.is_some() {
             return None;
         }

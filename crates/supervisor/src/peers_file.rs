@@ -19,11 +19,12 @@
 //! notice if they do not agree (`tunnel`).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use unirdma_ipc::vrnic;
-use unirdma_policy::Rule;
+use unirdma_ipc::vrnic::{self, InvalidValue};
+use unirdma_policy::{ParseError, Rule};
 
 use crate::peer_change::{Change, Place};
 
@@ -36,37 +37,78 @@ pub(crate) struct Peers {
     rules: BTreeSet<Rule>,
 }
 
+/// Why a peers file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PeersError {
+    #[error("peers file {}: {error}", .file.display())]
+    Read { file: PathBuf, error: io::Error },
+    #[error("peers file {}, {error}", .file.display())]
+    Line { file: PathBuf, error: LineError },
+}
+
+/// A mistake, and the number of its line.
+#[derive(Debug, thiserror::Error)]
+#[error("line {line}: {mistake}")]
+pub(crate) struct LineError {
+    line: usize,
+    mistake: Mistake,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Mistake {
+    #[error("expected `VIRTUAL-ADDRESS GROUP HOST-ADDRESS [foreign]` or `group GROUP vni NUMBER`")]
+    Form,
+    #[error("`{0}` is no kind of peer; leave it out or write `foreign`")]
+    Kind(String),
+    #[error("`{0}` is no IP address")]
+    Address(String),
+    #[error("{host} cannot be reached: this host serves no {family} address (--address)")]
+    Unreachable { host: IpAddr, family: &'static str },
+    #[error("`{0}` is no VNI: those are the numbers from 1 to {last}", last = VNIS.end())]
+    Vni(String),
+    #[error("VNI {vni} is that of group {group} in line {line} already")]
+    VniTaken { vni: u32, group: String, line: usize },
+    #[error("group {group} has VNI {vni} already")]
+    SecondVni { group: String, vni: u32 },
+    #[error("{address} of group {group} is in line {line} already")]
+    SecondPlace { group: String, address: IpAddr, line: usize },
+    #[error(transparent)]
+    Name(#[from] InvalidValue),
+    #[error(transparent)]
+    Rule(#[from] ParseError),
+}
+
 /// Longest file, bytes.
 const MAX_BYTES: u64 = 16 << 20;
 /// A VNI has 24 bits; 0 belongs to no group.
 const VNIS: std::ops::RangeInclusive<u32> = 1..=0xff_ffff;
 
 /// Parses `N` of `group NAME vni N`.
-fn parse_vni(group: &str, number: &str) -> Result<u32, String> {
-    unirdma_ipc::vrnic::check_name("group", group)?;
+fn parse_vni(group: &str, number: &str) -> Result<u32, Mistake> {
+    vrnic::check_name("group", group)?;
     let vni = number.parse().ok().filter(|n| VNIS.contains(n));
-    vni.ok_or_else(|| format!("`{number}` is no VNI: those are the numbers from 1 to {}", VNIS.end()))
+    vni.ok_or_else(|| Mistake::Vni(number.into()))
 }
 
-fn parse_rule(text: &str) -> Result<Rule, String> {
-    let rule: Rule = text.parse().map_err(|e: unirdma_policy::ParseError| e.to_string())?;
-    [&rule.from, &rule.to].into_iter().try_for_each(|s| unirdma_ipc::vrnic::check_name("group", s.group()))?;
+fn parse_rule(text: &str) -> Result<Rule, Mistake> {
+    let rule: Rule = text.parse()?;
+    [&rule.from, &rule.to].into_iter().try_for_each(|s| vrnic::check_name("group", s.group()))?;
     Ok(rule)
 }
 
-fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, IpAddr, Place), String> {
+fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, IpAddr, Place), Mistake> {
     let (address, group, host, foreign) = match *words {
         [address, group, host] => (address, group, host, false),
         [address, group, host, "foreign"] => (address, group, host, true),
-        [_, _, _, kind] => return Err(format!("`{kind}` is no kind of peer; leave it out or write `foreign`")),
-        _ => return Err("expected `VIRTUAL-ADDRESS GROUP HOST-ADDRESS [foreign]` or `group GROUP vni NUMBER`".into()),
+        [_, _, _, kind] => return Err(Mistake::Kind(kind.into())),
+        _ => return Err(Mistake::Form),
     };
-    let ip = |text: &str| text.parse::<IpAddr>().map_err(|_| format!("`{text}` is no IP address"));
+    let ip = |text: &str| text.parse::<IpAddr>().map_err(|_| Mistake::Address(text.into()));
     let (address, host) = (ip(address)?, ip(host)?);
-    unirdma_ipc::vrnic::check_name("group", group)?;
+    vrnic::check_name("group", group)?;
     if !own.iter().any(|o| o.is_ipv4() == host.is_ipv4()) {
         let family = if host.is_ipv4() { "IPv4" } else { "IPv6" };
-        return Err(format!("{host} cannot be reached: this host serves no {family} address (--address)"));
+        return Err(Mistake::Unreachable { host, family });
     }
     Ok((group.into(), address, Place { host, foreign }))
 }
@@ -76,30 +118,30 @@ impl Peers {
     ///
     /// # Errors
     /// The mistake, with the number of the line.
-    pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, String> {
+    pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, LineError> {
         let mut places = BTreeMap::new();
         let mut lines = HashMap::new();
         let mut rules = BTreeSet::new();
         let (mut stated, mut stated_in) = (BTreeMap::new(), HashMap::new());
         for (i, line) in text.lines().enumerate() {
             let words: Vec<&str> = line.split('#').next().unwrap_or_default().split_whitespace().collect();
-            let at = |e: String| format!("line {}: {e}", i + 1);
+            let at = |mistake| LineError { line: i + 1, mistake };
             match words[..] {
                 [] => {}
                 ["group", group, "vni", number] => {
                     let vni = parse_vni(group, number).map_err(at)?;
-                    if let Some((before, line)) = stated_in.insert(vni, (group, i + 1)) {
-                        return Err(at(format!("VNI {vni} is that of group {before} in line {line} already")));
+                    if let Some((group, line)) = stated_in.insert(vni, (group, i + 1)) {
+                        return Err(at(Mistake::VniTaken { vni, group: group.into(), line }));
                     }
-                    if let Some(before) = stated.insert(group.to_string(), vni) {
-                        return Err(at(format!("group {group} has VNI {before} already")));
+                    if let Some(vni) = stated.insert(group.to_string(), vni) {
+                        return Err(at(Mistake::SecondVni { group: group.into(), vni }));
                     }
                 }
                 ["rule", ref rule @ ..] => _ = rules.insert(parse_rule(&rule.join(" ")).map_err(at)?),
                 _ => {
                     let (group, address, place) = parse_peer(&words, own).map_err(at)?;
-                    if let Some(before) = lines.insert((group.clone(), address), i + 1) {
-                        return Err(at(format!("{address} of group {group} is in line {before} already")));
+                    if let Some(line) = lines.insert((group.clone(), address), i + 1) {
+                        return Err(at(Mistake::SecondPlace { group, address, line }));
                     }
                     places.insert((group, address), place);
                 }
@@ -146,16 +188,15 @@ fn changed<'a, K: Ord, V: Copy + PartialEq>(
 /// Reads a peers file for a host with these addresses.
 ///
 /// # Errors
-/// One line: what is wrong, and where.
-pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, String> {
-    let name = file.display();
+/// What is wrong, and where.
+pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, PeersError> {
     let text = match std::fs::metadata(file) {
-        Ok(m) if m.len() > MAX_BYTES => Err(std::io::Error::other("too long")),
+        Ok(m) if m.len() > MAX_BYTES => Err(io::Error::other("too long")),
         Ok(_) => std::fs::read_to_string(file),
         Err(e) => Err(e),
     };
-    let text = text.map_err(|e| format!("peers file {name}: {e}"))?;
-    Peers::parse(&text, addresses).map_err(|e| format!("peers file {name}, {e}"))
+    let text = text.map_err(|error| PeersError::Read { file: file.into(), error })?;
+    Peers::parse(&text, addresses).map_err(|error| PeersError::Line { file: file.into(), error })
 }
 
 /// Gives each group a number: the stated one, 1 for `default`, and for the others the first free ones, by name.
@@ -207,7 +248,7 @@ mod tests {
             ("rule allow from group:a to group:b priority 65536", "no priority"),
         ] {
             let e = Peers::parse(&format!("10.0.0.1 default 192.168.7.2\n{bad}"), &own()).unwrap_err();
-            assert!(e.contains(what), "{e}");
+            assert!(e.to_string().contains(what), "{e}");
         }
     }
 

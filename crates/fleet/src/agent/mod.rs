@@ -149,8 +149,25 @@ pub struct Agent {
     applied: Option<(u64, Vec<String>)>,
 }
 
-/// The answer of the centre to [`Agent::ask`]. A refusal is the centre's text.
-pub type Answer = Result<Option<v1::Vrnic>, String>;
+/// The answer to [`Agent::ask`].
+pub type Answer = Result<Option<v1::Vrnic>, AskError>;
+
+/// Why a change that was asked for is not made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum AskError {
+    #[error(
+        "the control centre has been away for {seconds} s ({why}); vRNICs of a fleet can be changed when it is back"
+    )]
+    Away { seconds: u64, why: String },
+    #[error(
+        "the connection to the control centre was lost before it answered; `unirdma vrnic ls` shows whether it was done"
+    )]
+    Lost,
+    /// The refusal of the centre or of the host, a text.
+    #[error("{0}")]
+    Refused(String),
+}
 
 /// Why an update of the centre is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -272,8 +289,7 @@ impl Agent {
         let late: Vec<u64> = self.asked.iter().filter(|(_, a)| a.until <= now).map(|(id, _)| *id).collect();
         for id in late {
             self.asked.remove(&id);
-            let text = "the connection to the control centre was lost before it answered; `unirdma vrnic ls` shows whether it was done";
-            self.answered.push_back((id, Err(text.into())));
+            self.answered.push_back((id, Err(AskError::Lost)));
         }
     }
 
@@ -355,7 +371,8 @@ impl Agent {
                 if let Some(asked) = self.asked.remove(&reply.id) {
                     // A repeated removal may be refused because it was made the first time.
                     let gone = matches!(&asked.change, v1::ask::Change::Remove(v) if asked.again && !self.items.contains_key(&Key::Vrnic(v.clone())));
-                    let answer = if reply.error.is_empty() || gone { Ok(reply.vrnic) } else { Err(reply.error) };
+                    let is_done = reply.error.is_empty() || gone;
+                    let answer = if is_done { Ok(reply.vrnic) } else { Err(AskError::Refused(reply.error)) };
                     self.answered.push_back((reply.id, answer));
                 }
             }
@@ -631,15 +648,11 @@ impl Agent {
     /// Asks the centre for a change. Returns the number of its answer.
     ///
     /// # Errors
-    /// There is no connection: one line.
-    pub fn ask(&mut self, now: u64, change: v1::ask::Change) -> Result<u64, String> {
+    /// There is no connection.
+    pub fn ask(&mut self, now: u64, change: v1::ask::Change) -> Result<u64, AskError> {
         let Link::Connected { .. } = self.link else {
             let s = self.status(now);
-            return Err(format!(
-                "the control centre has been away for {} s ({}); vRNICs of a fleet can be changed when it is back",
-                s.for_ms / 1000,
-                s.why
-            ));
+            return Err(AskError::Away { seconds: s.for_ms / 1000, why: s.why });
         };
         let id = self.next_ask;
         self.next_ask += 1;
@@ -657,7 +670,7 @@ impl Agent {
         let (id, answer) = self.answered.pop_front()?;
         let failed = |v: &v1::Vrnic| self.failed.get(&Key::Vrnic(v.name.clone())).map(|f| f.problem.clone());
         let problem = answer.as_ref().ok().and_then(Option::as_ref).and_then(failed);
-        Some((id, problem.map_or(answer, Err)))
+        Some((id, problem.map_or(answer, |p| Err(AskError::Refused(p)))))
     }
 
     /// Reports statistics of the vRNICs. Only changed ones are sent.

@@ -237,7 +237,7 @@ impl World {
         }
         while let Some((_, answer)) = self.hosts[h].agent.as_mut().and_then(Agent::poll_answer) {
             self.report.answered += 1;
-            if let Err(why) = answer {
+            if let Err(why) = answer.map_err(|e| e.to_string()) {
                 assert!(!why.is_empty() && !why.contains('\n'), "a refusal is one line: {why:?}");
             }
         }

@@ -16,10 +16,40 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::rustls::{self, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13};
 use tonic::transport::{Channel, Endpoint};
-use unirdma_fleet::root_cause;
+use unirdma_fleet::{root_cause, said};
 
 /// Time limit for connecting, and for the answer to a call.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A text that is no address of a centre.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UrlError {
+    #[error("`{0}` is no address of a control centre: write https://ADDRESS:PORT")]
+    Form(String),
+    #[error("`{0}` is not of this machine itself, and so takes https")]
+    Plain(String),
+    #[error("`{0}` has centres with https and with http: they are of one fleet, so all have one of them")]
+    Mixed(String),
+}
+
+/// Why a centre is not reached, or refuses.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DialError {
+    #[error("a certificate cannot be read")]
+    Certificate,
+    #[error("the key cannot be read")]
+    Key,
+    #[error(transparent)]
+    Tls(#[from] rustls::Error),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error("{}", root_cause(.0))]
+    Transport(#[from] tonic::transport::Error),
+    #[error("{}", said(.0))]
+    Refused(#[from] tonic::Status),
+    #[error("it does not answer")]
+    Timeout,
+}
 
 /// The address of a centre.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,11 +62,8 @@ pub(crate) struct Url {
 
 impl Url {
     /// Parses `https://ADDR:PORT`, or `http://` and a loopback address.
-    ///
-    /// # Errors
-    /// One line.
-    pub fn parse(text: &str) -> Result<Url, String> {
-        let wrong = || format!("`{text}` is no address of a control centre: write https://ADDRESS:PORT");
+    pub fn parse(text: &str) -> Result<Url, UrlError> {
+        let wrong = || UrlError::Form(text.into());
         let (scheme, rest) = text.trim_end_matches('/').split_once("://").ok_or_else(wrong)?;
         let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
         let (host, port) = (host.trim_start_matches('[').trim_end_matches(']'), port.parse().map_err(|_| wrong())?);
@@ -45,7 +72,7 @@ impl Url {
         match scheme {
             "https" if ServerName::try_from(host).is_ok() => Ok(url),
             "http" if here => Ok(url),
-            "http" => Err(format!("`{text}` is not of this machine itself, and so takes https")),
+            "http" => Err(UrlError::Plain(text.into())),
             _ => Err(wrong()),
         }
     }
@@ -53,15 +80,10 @@ impl Url {
 
 impl Url {
     /// Parses the addresses of one or more centres of a fleet, separated by commas.
-    ///
-    /// # Errors
-    /// One line.
-    pub fn parse_all(text: &str) -> Result<Vec<Url>, String> {
-        let urls = text.split(',').map(|t| Url::parse(t.trim())).collect::<Result<Vec<Url>, String>>()?;
+    pub fn parse_all(text: &str) -> Result<Vec<Url>, UrlError> {
+        let urls = text.split(',').map(|t| Url::parse(t.trim())).collect::<Result<Vec<Url>, _>>()?;
         if urls.iter().any(|u| u.tls != urls[0].tls) {
-            return Err(format!(
-                "`{text}` has centres with https and with http: they are of one fleet, so all have one of them"
-            ));
+            return Err(UrlError::Mixed(text.into()));
         }
         Ok(urls)
     }
@@ -80,18 +102,18 @@ impl Trust {
     ///
     /// # Errors
     /// A certificate or the key is invalid.
-    pub fn mutual(authority: &str, certificate: &str, key: &str) -> Result<Trust, String> {
+    pub fn mutual(authority: &str, certificate: &str, key: &str) -> Result<Trust, DialError> {
         let certificates = |pem: &str| {
             let all: Result<Vec<CertificateDer<'static>>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
-            all.ok().filter(|c| !c.is_empty()).ok_or("a certificate cannot be read")
+            all.ok().filter(|c| !c.is_empty()).ok_or(DialError::Certificate)
         };
         let mut roots = RootCertStore::empty();
         for c in certificates(authority)? {
-            roots.add(c).map_err(|e| e.to_string())?;
+            roots.add(c)?;
         }
-        let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).map_err(|_| "the key cannot be read")?;
+        let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).map_err(|_| DialError::Key)?;
         let config = builder().with_root_certificates(roots).with_client_auth_cert(certificates(certificate)?, key);
-        Ok(Trust::of(config.map_err(|e| e.to_string())?))
+        Ok(Trust::of(config?))
     }
 
     /// The centre has a certificate of the authority whose certificate has this SHA-256. This host has no certificate
@@ -192,9 +214,9 @@ async fn dial(url: &Url, trust: &Trust) -> io::Result<Box<dyn Stream>> {
 ///
 /// # Errors
 /// Why there is none.
-pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, String> {
+pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, DialError> {
     let connect = async {
-        let stream = dial(url, trust).await.map_err(|e| e.to_string())?;
+        let stream = dial(url, trust).await?;
         let mut slot = Some(TokioIo::new(stream));
         let once = tower::service_fn(move |_| {
             let stream = slot.take().ok_or_else(|| io::Error::other("the connection has ended"));
@@ -202,25 +224,25 @@ pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, String>
         });
         // The scheme has no meaning here: the stream is encrypted already, or does not leave this machine.
         let host = if url.host.contains(':') { format!("[{}]", url.host) } else { url.host.clone() };
-        let endpoint = Endpoint::from_shared(format!("http://{host}:{}", url.port)).map_err(|e| e.to_string())?;
-        endpoint.connect_with_connector(once).await.map_err(|e| root_cause(&e))
+        let endpoint = Endpoint::from_shared(format!("http://{host}:{}", url.port))?;
+        Ok(endpoint.connect_with_connector(once).await?)
     };
-    tokio::time::timeout(PATIENCE, connect).await.unwrap_or_else(|_| Err("it does not answer".into()))
+    tokio::time::timeout(PATIENCE, connect).await.unwrap_or(Err(DialError::Timeout))
 }
 
 /// A connection to the first centre that can be reached.
 ///
 /// # Errors
 /// Why the last centre cannot be reached.
-pub(super) async fn first(urls: &[Url], trust: &Trust) -> Result<Channel, String> {
-    let mut why = String::new();
+pub(super) async fn first(urls: &[Url], trust: &Trust) -> Result<Channel, DialError> {
+    let mut last = Err(DialError::Timeout);
     for url in urls {
-        match channel(url, trust).await {
-            Ok(channel) => return Ok(channel),
-            Err(e) => why = e,
+        last = channel(url, trust).await;
+        if last.is_ok() {
+            break;
         }
     }
-    Err(why)
+    last
 }
 
 #[cfg(test)]
@@ -235,13 +257,13 @@ mod tests {
         assert_eq!(Url::parse("https://centre.example:1").unwrap().host, "centre.example");
         assert!(!Url::parse("http://127.0.0.1:7471").unwrap().tls && Url::parse("http://localhost:1").is_ok());
         for bad in ["", "192.168.7.100:7471", "https://x", "https://x:99999", "ftp://x:1", "https://a b:1"] {
-            assert!(Url::parse(bad).unwrap_err().contains("write https://ADDRESS:PORT"), "{bad}");
+            assert!(matches!(Url::parse(bad), Err(UrlError::Form(_))), "{bad}");
         }
-        assert!(Url::parse("http://192.168.7.100:7471").unwrap_err().ends_with("takes https"));
+        assert!(matches!(Url::parse("http://192.168.7.100:7471"), Err(UrlError::Plain(_))));
         let two = Url::parse_all("https://a.example:1, https://b.example:2").unwrap();
         assert_eq!((two.len(), two[1].port), (2, 2));
-        assert!(Url::parse_all("https://a.example:1,http://127.0.0.1:2").unwrap_err().contains("all have one of them"));
-        assert!(Url::parse_all("https://a.example:1,").unwrap_err().contains("write https://ADDRESS:PORT"));
+        assert!(matches!(Url::parse_all("https://a.example:1,http://127.0.0.1:2"), Err(UrlError::Mixed(_))));
+        assert!(matches!(Url::parse_all("https://a.example:1,"), Err(UrlError::Form(_))));
     }
 
     #[test]

@@ -5,11 +5,10 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use unirdma_fleet::said;
 use unirdma_fleet::v1::JoinRequest;
 use unirdma_fleet::v1::hosts_client::HostsClient;
 
-use super::dial::{self, Trust, Url};
+use super::dial::{self, DialError, Trust, Url};
 use crate::centre_config::CentreConfig;
 
 const ABOUT: &str = "host.json";
@@ -46,7 +45,7 @@ impl Identity {
             .create(dir)
             .map_err(crate::context("cannot create", dir))?;
         let Some(about) = read(dir, ABOUT)? else { return join(c, urls) };
-        let about: About = serde_json::from_str(&about).map_err(|e| damaged(dir, ABOUT, &e.to_string()))?;
+        let about: About = serde_json::from_str(&about).map_err(|e| damaged(dir, ABOUT, e))?;
         if let Some(name) = c.name.as_ref().filter(|n| **n != about.name) {
             let text = format!(
                 "this host has joined as {}; leave --name out, or remove {} and join again as {name}",
@@ -60,14 +59,14 @@ impl Identity {
             true => {
                 let file = |name| read(dir, name)?.ok_or_else(|| damaged(dir, name, "it is not there"));
                 Trust::mutual(&file(AUTHORITY)?, &file(CERTIFICATE)?, &file(KEY)?)
-                    .map_err(|e| damaged(dir, CERTIFICATE, &e))?
+                    .map_err(|e| damaged(dir, CERTIFICATE, e))?
             }
         };
         Ok(Identity { name: about.name, urls, trust, state: dir.clone() })
     }
 }
 
-fn damaged(dir: &Path, file: &str, why: &str) -> io::Error {
+fn damaged(dir: &Path, file: &str, why: impl std::fmt::Display) -> io::Error {
     let text = format!("{} is damaged ({why}); remove {} and join again", dir.join(file).display(), dir.display());
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
@@ -138,9 +137,9 @@ fn join(c: &CentreConfig, urls: Vec<Url>) -> io::Result<Identity> {
         let channel = dial::first(&urls, &trust).await?;
         let request = JoinRequest { token: token.into(), host: name.clone(), request };
         let joined = tokio::time::timeout(dial::PATIENCE, HostsClient::new(channel).join(request)).await;
-        joined.map_err(|_| "it does not answer".to_string())?.map_err(|s| said(&s))
+        Ok(joined.map_err(|_| DialError::Timeout)??)
     });
-    let refused = |e: String| io::Error::other(format!("this host cannot join the fleet of {}: {e}", c.url));
+    let refused = |e: DialError| io::Error::other(format!("this host cannot join the fleet of {}: {e}", c.url));
     let joined = joined.map_err(refused)?.into_inner();
     let (certificate, authority) = (joined.certificate, joined.authority);
     let trust = match tls {

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use unirdma_device::lock;
-use unirdma_fleet::agent::Status;
+use unirdma_fleet::agent::{self, Status};
 use unirdma_fleet::v1;
 
 pub(crate) use centre_peers::Neighbours;
@@ -48,7 +48,21 @@ struct Shared {
 }
 
 /// Channel for the answer to a request.
-type Answerer = std::sync::mpsc::SyncSender<Result<Option<v1::Vrnic>, String>>;
+type Answerer = std::sync::mpsc::SyncSender<agent::Answer>;
+
+/// Why the centre does not make a change.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AskError {
+    #[error("the thread that speaks with the control centre has ended")]
+    Ended,
+    #[error(
+        "the control centre has not answered for {} s; `unirdma vrnic ls` shows whether it was done",
+        PATIENCE.as_secs()
+    )]
+    Timeout,
+    #[error(transparent)]
+    Refused(#[from] agent::AskError),
+}
 
 /// A message to the thread.
 enum Order {
@@ -81,18 +95,14 @@ impl Centre {
     /// Asks the centre for a change, and waits until it is in force here.
     ///
     /// # Errors
-    /// One line: the centre's refusal, or that it is unreachable.
-    pub fn ask(&self, change: v1::ask::Change) -> Result<Option<v1::Vrnic>, String> {
+    /// The centre refuses, or is unreachable.
+    pub fn ask(&self, change: v1::ask::Change) -> Result<Option<v1::Vrnic>, AskError> {
         let (answerer, answer) = std::sync::mpsc::sync_channel(1);
-        let gone = || "the thread that speaks with the control centre has ended".to_string();
-        self.orders.send(Order::Ask(Box::new(change), answerer)).map_err(|_| gone())?;
+        self.orders.send(Order::Ask(Box::new(change), answerer)).map_err(|_| AskError::Ended)?;
         match answer.recv_timeout(PATIENCE) {
-            Ok(answer) => answer,
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(gone()),
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => Err(format!(
-                "the control centre has not answered for {} s; `unirdma vrnic ls` shows whether it was done",
-                PATIENCE.as_secs()
-            )),
+            Ok(answer) => Ok(answer?),
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(AskError::Ended),
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => Err(AskError::Timeout),
         }
     }
 

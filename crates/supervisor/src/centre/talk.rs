@@ -17,7 +17,7 @@ use unirdma_fleet::said;
 use unirdma_fleet::v1::hosts_client::HostsClient;
 use unirdma_fleet::v1::{self, to_host};
 
-use super::dial::{self, Trust};
+use super::dial::{self, DialError, Trust};
 use super::update_log::UpdateLog;
 use super::{Answerer, Centre, Identity, Order, Shared};
 use crate::supervisor::Supervisor;
@@ -34,7 +34,7 @@ const HOST_NAME: &str = "unirdma-host";
 /// An event for the thread.
 enum Event {
     /// The result of dialling, and the vRNICs that were made without the centre.
-    Dialled(Result<Channel, String>, Vec<v1::Vrnic>),
+    Dialled(Result<Channel, DialError>, Vec<v1::Vrnic>),
     /// A message, with the number of its connection.
     Said(u64, Box<v1::ToHost>),
     Ended(u64, String),
@@ -172,7 +172,7 @@ impl Talker {
                 let task = tokio::spawn(listen(self.connection, channel, messages, name, self.events.clone()));
                 self.open = Some(Open { out, task });
             }
-            Event::Dialled(Err(why), _) => self.agent.disconnected(now, why),
+            Event::Dialled(Err(why), _) => self.agent.disconnected(now, why.to_string()),
             Event::Said(connection, message) => {
                 if connection == self.connection && self.open.is_some() {
                     if let Some(to_host::Message::Alive(a)) = &message.message {

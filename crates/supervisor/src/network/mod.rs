@@ -591,6 +591,7 @@ impl Network {
             None => return false,
             Some(Ok(changes)) => changes,
             Some(Err(e)) => {
+                let e = e.to_string();
                 if self.error.as_ref() != Some(&e) {
                     tracing::warn!("{e}; the peers as they were stay in force");
                 }

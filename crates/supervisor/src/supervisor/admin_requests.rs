@@ -6,6 +6,7 @@ use unirdma_ipc::message::{Answer, Call, NewVrnic, WorkerStatus};
 use unirdma_ipc::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
 use unirdma_rnic::Share;
 
+use super::error::{AddressError, Reply, RequestError};
 use super::secrets::NewSecret;
 use super::*;
 use crate::admin::{GroupInfo, Request, SecretChange, StatusInfo, WorkerInfo};
@@ -14,8 +15,6 @@ use std::time::Duration;
 
 /// Age up to which a notice of a stuck thread is current. The worker repeats it once a second.
 const STUCK_NOW: Duration = Duration::from_secs(3);
-
-type Reply = Result<Response, String>;
 
 impl Supervisor {
     pub(super) fn answer(self: &Arc<Self>, id: u64, request: Request, fd: Option<OwnedFd>) -> Reply {
@@ -61,7 +60,7 @@ impl Supervisor {
             Request::GroupRemove { name } => self.remove_group(&name),
             Request::Attach { name } => self.attach(id, &name, fd),
             Request::Container { name } => {
-                let fd = fd.ok_or("a container needs a descriptor of its first process")?;
+                let fd = fd.ok_or(RequestError::Malformed("a container needs a descriptor of its first process"))?;
                 self.change(&name, |group, inner| {
                     member(inner, &name)?.containers.insert(id, fd);
                     self.names().held.entry(id).or_default().insert(group.name.clone());
@@ -75,7 +74,7 @@ impl Supervisor {
             }
             Request::Capture { vrnic, snap } => self.capture(id, vrnic, snap, fd),
             Request::CaptureStop => {
-                let lost = self.stop_capture(id).ok_or("no capture runs on this connection")?;
+                let lost = self.stop_capture(id).ok_or(RequestError::NoCapture)?;
                 Ok(Response::Captured { lost })
             }
             Request::Status => Ok(Response::Status(Box::new(self.status()))),
@@ -90,7 +89,7 @@ impl Supervisor {
     }
 
     /// The group of a vRNIC.
-    pub(super) fn group_with(&self, name: &str) -> Result<Arc<Group>, String> {
+    pub(super) fn group_with(&self, name: &str) -> Result<Arc<Group>, RequestError> {
         let names = self.names();
         names.vrnics.get(name).and_then(|v| names.groups.get(&v.group)).cloned().ok_or_else(|| unknown(name))
     }
@@ -99,8 +98,8 @@ impl Supervisor {
     fn change(
         &self,
         name: &str,
-        f: impl FnOnce(&Group, &mut Inner) -> Result<(), String>,
-    ) -> Result<Arc<Group>, String> {
+        f: impl FnOnce(&Group, &mut Inner) -> Result<(), RequestError>,
+    ) -> Result<Arc<Group>, RequestError> {
         let group = self.group_with(name)?;
         let mut inner = group.lock();
         f(&group, &mut inner)?;
@@ -116,7 +115,7 @@ impl Supervisor {
         let id = {
             let mut names = self.names();
             if names.groups.contains_key(name) || !names.busy.insert(name.into()) {
-                return Err(format!("group {name} exists already"));
+                return Err(RequestError::GroupExists(name.into()));
             }
             names.next_group += 1;
             names.next_group - 1
@@ -141,20 +140,23 @@ impl Supervisor {
         file: Option<OwnedFd>,
     ) -> Reply {
         if weight.is_none() && secret.is_none() {
-            return Err("nothing to set; give --weight, --secret or --forget-old".into());
+            return Err(RequestError::Malformed("nothing to set; give --weight, --secret or --forget-old"));
         }
         weight.map_or(Ok(()), check_weight)?;
-        let group = self.names().groups.get(name).cloned().ok_or(format!("there is no group {name}"))?;
+        let group = self.names().groups.get(name).cloned().ok_or_else(|| no_group(name))?;
         match (secret, with) {
             (Some(change), None) => self.change_secrets(&group, None, &NewSecret::read(change, file)?)?,
             (Some(change), Some(other)) => self.change_pair(&group, other, &NewSecret::read(change, file)?)?,
-            (None, Some(_)) => return Err("--with says whose secret it is; give --secret or --forget-old, too".into()),
+            (None, Some(_)) => {
+                let text = "--with says whose secret it is; give --secret or --forget-old, too";
+                return Err(RequestError::Malformed(text));
+            }
             (None, None) => {}
         }
         if let Some(weight) = weight {
             let inner = group.lock();
             if inner.removed {
-                return Err(format!("group {name} is gone"));
+                return Err(RequestError::GroupGone(name.into()));
             }
             group.set_weight(weight)?;
             self.keep_group(&group, &inner);
@@ -164,14 +166,14 @@ impl Supervisor {
 
     pub(super) fn remove_group(&self, name: &str) -> Reply {
         if name == DEFAULT_GROUP {
-            return Err("the group `default` always exists".into());
+            return Err(RequestError::DefaultGroup);
         }
         let group = {
             let mut names = self.names();
             if let Some((v, _)) = names.vrnics.iter().find(|(_, v)| v.group == name) {
-                return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
+                return Err(RequestError::GroupNotEmpty { group: name.into(), vrnic: v.clone() });
             }
-            let group = names.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+            let group = names.groups.remove(name).ok_or_else(|| no_group(name))?;
             names.busy.insert(name.into());
             group
         };
@@ -181,7 +183,7 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    pub(super) fn set_link(&self, name: &str, up: bool) -> Result<(), String> {
+    pub(super) fn set_link(&self, name: &str, up: bool) -> Result<(), RequestError> {
         self.change(name, |group, inner| {
             group.call(inner, &Call::Link { name: name.into(), up }, &[])?;
             member(inner, name)?.new.up = up;
@@ -211,43 +213,37 @@ impl Supervisor {
         &self,
         add: &AddVrnic,
         hardware: Option<Hardware>,
-    ) -> Result<(Arc<Group>, Vec<IpNet>, Hardware), String> {
+    ) -> Result<(Arc<Group>, Vec<IpNet>, Hardware), RequestError> {
         let mut names = self.names();
         if names.vrnics.contains_key(&add.name) {
-            return Err(format!(
-                "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
-                add.name, add.name
-            ));
+            return Err(RequestError::VrnicExists(add.name.clone()));
         }
         let group = add.group.as_deref().unwrap_or(DEFAULT_GROUP);
         let Some(group) = names.groups.get(group).cloned() else {
-            let known: Vec<&str> = names.groups.keys().map(String::as_str).collect();
-            return Err(format!(
-                "there is no group {group} (there are: {}); create it with `unirdma group add {group}`",
-                known.join(", ")
-            ));
+            let known = names.groups.keys().cloned().collect();
+            return Err(RequestError::NoGroup { group: group.into(), known });
         };
         let ips = names.choose_ips(add, &group.name)?;
         let hardware = hardware.unwrap_or_else(|| Hardware::derived(&group.name, &ips));
         let mac = hardware.mac;
         if let Some((n, _)) = names.vrnics.iter().find(|(_, v)| v.hardware.mac == mac) {
-            return Err(format!("the virtual MAC {mac} of these addresses is that of vRNIC {n}; choose another --ip"));
+            return Err(AddressError::MacTaken { mac, holder: n.clone() }.into());
         }
         names.vrnics.insert(add.name.clone(), VrnicEntry { group: group.name.clone(), hardware, ips: ips.clone() });
         Ok((group, ips, hardware))
     }
 
-    fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), String> {
+    fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), RequestError> {
         let name = new.name.clone();
         let mut inner = group.lock();
         if inner.removed {
-            return Err(format!("group {} is gone", group.name));
+            return Err(RequestError::GroupGone(group.name.clone()));
         }
-        let listeners = listen(&self.dir, &name).map_err(|e| format!("cannot serve vRNIC {name}: {e}"))?;
+        let listeners = listen(&self.dir, &name).map_err(|error| RequestError::Serve { vrnic: name.clone(), error })?;
         let added = group.call(&mut inner, &Call::Add(new.clone()), &listeners.each_ref().map(AsFd::as_fd));
         if let Err(e) = added {
             let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
-            return Err(e);
+            return Err(e.into());
         }
         inner.members.insert(name.clone(), Member { new, listeners, attached: None, containers: BTreeMap::new() });
         self.keep_vrnic(group, &inner, &name);
@@ -263,9 +259,7 @@ impl Supervisor {
             _ => 0,
         };
         if !force && (sessions > 0 || member(&mut inner, name)?.attached.is_some()) {
-            return Err(format!(
-                "vRNIC {name} is in use ({sessions} sessions); end its container first, or add --force"
-            ));
+            return Err(RequestError::InUse { vrnic: name.into(), sessions });
         }
         inner.members.remove(name).ok_or_else(|| unknown(name))?;
         // A worker that does not answer is killed, and the next one will not get this vRNIC.
@@ -281,7 +275,9 @@ impl Supervisor {
     fn set(&self, name: &str, set: SetShare, allow_spoof: Option<bool>, held: SetHeld) -> Reply {
         self.group_with(name)?;
         if set == SetShare::default() && allow_spoof.is_none() && held == SetHeld::default() {
-            return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings, --max-address-space, --max-pieces or --max-filled".into());
+            return Err(RequestError::Malformed(
+                "nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings, --max-address-space, --max-pieces or --max-filled",
+            ));
         }
         let (before, mut whole, spoof) = {
             let group = self.group_with(name)?;
@@ -295,7 +291,7 @@ impl Supervisor {
     }
 
     /// Sets a vRNIC's whole share, its permission and its limits.
-    pub(super) fn set_whole(&self, name: &str, share: Share, spoof: bool, held: SetHeld) -> Result<(), String> {
+    pub(super) fn set_whole(&self, name: &str, share: Share, spoof: bool, held: SetHeld) -> Result<(), RequestError> {
         self.change(name, |group, inner| {
             group.call(inner, &Call::Share { name: name.into(), share }, &[])?;
             group.call(inner, &Call::Held { name: name.into(), held }, &[])?;
@@ -329,16 +325,10 @@ impl Supervisor {
             let names = self.names();
             let v = names.vrnics.get(name).ok_or_else(|| unknown(name))?;
             if !v.ips.iter().any(|o| vrnic::same_address(o, &ip)) {
-                return Err(format!(
-                    "vRNIC {name} does not have the address {}; `unirdma vrnic show {name}` lists its own",
-                    ip.addr
-                ));
+                return Err(AddressError::NotIts { ip: ip.addr, vrnic: name.into() }.into());
             }
             if v.ips.len() == 1 {
-                return Err(format!(
-                    "{} is the only address of vRNIC {name}; add another one first, or remove the vRNIC",
-                    ip.addr
-                ));
+                return Err(AddressError::Only { ip: ip.addr, vrnic: name.into() }.into());
             }
         }
         self.change_address(name, ip, false)?;
@@ -347,7 +337,7 @@ impl Supervisor {
         self.show(name, false)
     }
 
-    fn change_address(&self, name: &str, ip: IpNet, add: bool) -> Result<(), String> {
+    fn change_address(&self, name: &str, ip: IpNet, add: bool) -> Result<(), RequestError> {
         self.change(name, |group, inner| {
             group.call(inner, &Call::Address { name: name.into(), ip, add }, &[])?;
             let ips = &mut member(inner, name)?.new.ips;
@@ -370,12 +360,9 @@ impl Supervisor {
     fn attach(&self, id: u64, name: &str, fd: Option<OwnedFd>) -> Reply {
         self.change(name, |group, inner| {
             if member(inner, name)?.attached.is_some() {
-                return Err(format!(
-                    "vRNIC {name} has a container already; run the command in it with `unirdma exec --vrnic {name}`, end it, or \
-                     make another vRNIC"
-                ));
+                return Err(RequestError::Attached(name.into()));
             }
-            let fd = fd.ok_or("attach needs a descriptor")?;
+            let fd = fd.ok_or(RequestError::Malformed("attach needs a descriptor"))?;
             group.call(inner, &Call::Attach { name: name.into(), id }, &[fd.as_fd()])?;
             member(inner, name)?.attached = Some((id, fd));
             self.names().held.entry(id).or_default().insert(group.name.clone());
@@ -409,24 +396,24 @@ impl Supervisor {
             Some(name) => vec![self.group_with(name)?],
             None => self.groups(),
         };
-        let fd = fd.ok_or("capture needs a descriptor")?;
+        let fd = fd.ok_or(RequestError::Malformed("capture needs a descriptor"))?;
         {
             let mut capturing = lock(&self.capturing);
             if capturing.is_some() {
-                return Err("another capture runs already; end it first".into());
+                return Err(RequestError::OtherCapture);
             }
             *capturing = Some(id);
         }
         for group in groups {
             let mut inner = group.lock();
             let call = Call::Capture { id, vrnic: vrnic.clone(), snap };
-            let (begun, to) = (group.call(&mut inner, &call, &[fd.as_fd()]), fd.try_clone());
-            match (begun, to) {
-                (Ok(_), Ok(to)) => _ = inner.captures.insert(id, Capturing { vrnic: vrnic.clone(), snap, to }),
-                (begun, to) => {
+            let begun = group.call(&mut inner, &call, &[fd.as_fd()]).map_err(RequestError::from);
+            match begun.and_then(|_| Ok(fd.try_clone()?)) {
+                Ok(to) => _ = inner.captures.insert(id, Capturing { vrnic: vrnic.clone(), snap, to }),
+                Err(e) => {
                     drop(inner);
                     self.stop_capture(id);
-                    return Err(begun.err().or(to.err().map(|e| e.to_string())).unwrap_or_default());
+                    return Err(e);
                 }
             }
         }
@@ -469,7 +456,7 @@ impl Supervisor {
         let group = self.group_with(name)?;
         let mut inner = group.lock();
         let answer = group.call(&mut inner, &Call::Show { name: name.into(), whole }, &[])?;
-        let Answer::Vrnic(info) = answer else { return Err("the worker says something else than it was asked".into()) };
+        let Answer::Vrnic(info) = answer else { return Err(group::nonsense().into()) };
         let m = inner.members.get(name).ok_or_else(|| unknown(name))?;
         let mut v = self.complete(*info, &group, m);
         if let Some(n) = self.around.network.as_ref().filter(|_| whole) {
@@ -538,10 +525,10 @@ impl Supervisor {
 }
 
 impl Registry {
-    fn choose_ips(&self, add: &AddVrnic, group: &str) -> Result<Vec<IpNet>, String> {
+    fn choose_ips(&self, add: &AddVrnic, group: &str) -> Result<Vec<IpNet>, AddressError> {
         if add.ips.is_empty() {
             let mut free = (0..0xfffe).map(vrnic::auto_ip).filter(|ip| self.holder(ip, group).is_none());
-            return free.next().map(|ip| vec![ip]).ok_or("no automatic address is left; give one with --ip".into());
+            return free.next().map(|ip| vec![ip]).ok_or(AddressError::NoneLeft);
         }
         for (i, ip) in add.ips.iter().enumerate() {
             self.check_free(ip, group)?;
@@ -557,28 +544,27 @@ impl Registry {
     }
 
     /// Refuses an address that a vRNIC of `group` cannot get.
-    fn check_free(&self, ip: &IpNet, group: &str) -> Result<(), String> {
-        if let Some(other) = self.holder(ip, group) {
-            return Err(format!(
-                "{} belongs to vRNIC {other} of group {group} already; choose another address or another group",
-                ip.addr
-            ));
+    fn check_free(&self, ip: &IpNet, group: &str) -> Result<(), AddressError> {
+        if let Some(holder) = self.holder(ip, group) {
+            return Err(AddressError::Taken { ip: ip.addr, holder: holder.into(), group: group.into() });
         }
         match ip.addr {
-            IpAddr::V6(v6) if vrnic::is_link_local(v6) => {
-                Err(format!("{v6} is link-local; a vRNIC has one of those by itself"))
-            }
+            IpAddr::V6(v6) if vrnic::is_link_local(v6) => Err(AddressError::LinkLocal(v6)),
             _ => Ok(()),
         }
     }
 }
 
-fn member<'a>(inner: &'a mut Inner, name: &str) -> Result<&'a mut Member, String> {
+fn member<'a>(inner: &'a mut Inner, name: &str) -> Result<&'a mut Member, RequestError> {
     inner.members.get_mut(name).ok_or_else(|| unknown(name))
 }
 
-fn unknown(name: &str) -> String {
-    format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
+fn unknown(name: &str) -> RequestError {
+    RequestError::NoVrnic(name.into())
+}
+
+fn no_group(name: &str) -> RequestError {
+    RequestError::Missing { what: "group", name: name.into() }
 }
 
 /// The thread of a group's worker that is stuck at present, and for how long.
@@ -603,14 +589,14 @@ fn process_of(pidfd: &OwnedFd) -> Option<i32> {
 }
 
 /// Refuses an address that a vRNIC with the addresses `have` cannot get in addition.
-fn check_together(have: &[IpNet], ip: &IpNet) -> Result<(), String> {
+fn check_together(have: &[IpNet], ip: &IpNet) -> Result<(), AddressError> {
     if have.iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4()) {
-        return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
+        return Err(AddressError::SecondIpv4(ip.addr));
     }
     Ok(())
 }
 
-fn check_weight(weight: u32) -> Result<(), String> {
+fn check_weight(weight: u32) -> Result<(), RequestError> {
     let known = (1..=MAX_GROUP_WEIGHT).contains(&weight);
-    if known { Ok(()) } else { Err(format!("the weight {weight} is not 1 to {MAX_GROUP_WEIGHT}")) }
+    if known { Ok(()) } else { Err(RequestError::GroupWeight(weight)) }
 }

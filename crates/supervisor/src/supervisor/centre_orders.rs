@@ -17,6 +17,7 @@ use unirdma_ipc::vrnic::{self, AddVrnic, Hardware, SetHeld, SetShare, VrnicInfo}
 use unirdma_policy::{Action, Rule, Selector};
 use unirdma_rnic::Share;
 
+use super::error::{AddressError, Reply, RequestError};
 use super::*;
 use crate::admin::Request;
 use crate::centre::{self, Centre, Identity, Neighbours};
@@ -29,8 +30,6 @@ const MAX_CONNECTIONS: usize = 64;
 
 /// Most requests that are remembered because the centre did not answer them.
 const MAX_UNGIVEN: usize = 1_000;
-
-type Reply = Result<Response, String>;
 
 /// The centre's rules and secrets.
 #[derive(Default)]
@@ -47,7 +46,7 @@ type Said = (Zeroizing<[u8; 32]>, bool);
 
 impl CentreState {
     /// Sets or removes a rule. Returns the changes for the network.
-    fn set_rule(&mut self, name: &str, rule: Option<&v1::HostRule>) -> Result<Vec<Change>, String> {
+    fn set_rule(&mut self, name: &str, rule: Option<&v1::HostRule>) -> Result<Vec<Change>, RequestError> {
         let new = rule.map(read_rule).transpose()?;
         let before = match &new {
             Some(new) => self.rules.insert(name.into(), new.clone()),
@@ -73,13 +72,23 @@ impl CentreState {
         groups
     }
 
-    fn set_secret(&mut self, group: &str, other: &str, id: u32, secret: Option<&v1::Secret>) -> Result<(), String> {
-        let id = u8::try_from(id).map_err(|_| format!("secret {id} of group {group} has no number from 1 to 255"))?;
+    fn set_secret(
+        &mut self,
+        group: &str,
+        other: &str,
+        id: u32,
+        secret: Option<&v1::Secret>,
+    ) -> Result<(), RequestError> {
+        let id = u8::try_from(id).map_err(|_| RequestError::SecretNumber { id, group: group.into() })?;
         let of_group = self.secrets.entry((group.into(), other.into())).or_default();
         match secret {
             Some(s) => {
-                let key = <[u8; 32]>::try_from(s.value.as_slice())
-                    .map_err(|_| format!("secret {id} of group {group} has {} bytes, not 32", s.value.len()))?;
+                let bytes = s.value.len();
+                let key = <[u8; 32]>::try_from(s.value.as_slice()).map_err(|_| RequestError::SecretLength {
+                    id,
+                    group: group.into(),
+                    bytes,
+                })?;
                 of_group.insert(id, (Zeroizing::new(key), s.send));
             }
             None => _ = of_group.remove(&id),
@@ -89,7 +98,7 @@ impl CentreState {
     }
 
     /// The secrets of a group, its own and those with other groups.
-    fn secrets_of(&self, name: &str) -> Result<GroupSecrets, String> {
+    fn secrets_of(&self, name: &str) -> Result<GroupSecrets, RequestError> {
         let mut found = GroupSecrets::default();
         for ((group, other), all) in self.secrets.iter().filter(|((g, o), _)| g == name || o == name) {
             let send = all.iter().find(|(_, s)| s.1).or(all.iter().next()).map_or(0, |(id, _)| *id);
@@ -102,22 +111,22 @@ impl CentreState {
 }
 
 /// Converts a rule of the centre to rules of this host's network.
-fn read_rule(r: &v1::HostRule) -> Result<Vec<Rule>, String> {
-    let what = |e: String| format!("rule {}: {e}", r.name);
-    let ends = |s: &Option<v1::HostSelector>| -> Result<Vec<Selector>, String> {
-        let s = s.as_ref().ok_or_else(|| what("an end is missing".into()))?;
+fn read_rule(r: &v1::HostRule) -> Result<Vec<Rule>, RequestError> {
+    let ends = |s: &Option<v1::HostSelector>| -> Result<Vec<Selector>, RequestError> {
+        let s = s.as_ref().ok_or_else(|| RequestError::RuleEnd(r.name.clone()))?;
         if s.ips.is_empty() {
             return Ok(vec![Selector::Group(s.group.clone())]);
         }
         let one = |text: &String| match text.parse::<IpAddr>() {
             Ok(a) => Ok(Selector::Vrnic(s.group.clone(), a)),
-            Err(_) => Err(what(format!("`{text}` is no address"))),
+            Err(_) => Err(RequestError::RuleAddress { rule: r.name.clone(), address: text.clone() }),
         };
         s.ips.iter().map(one).collect()
     };
     let (from, to) = (ends(&r.from)?, ends(&r.to)?);
     let action = if r.action() == v1::rule::Action::Allow { Action::Allow } else { Action::Deny };
-    let priority = u16::try_from(r.priority).map_err(|_| what(format!("{} is no priority", r.priority)))?;
+    let priority = u16::try_from(r.priority)
+        .map_err(|_| RequestError::RulePriority { rule: r.name.clone(), priority: r.priority })?;
     let one = |f: &Selector, t: &Selector| Rule { from: f.clone(), to: t.clone(), action, both: r.both, priority };
     Ok(from.iter().flat_map(|f| to.iter().map(move |t| one(f, t))).collect())
 }
@@ -237,7 +246,7 @@ impl Supervisor {
                 }
             };
             if let Err(e) = done {
-                failed.insert(w.key.clone(), e);
+                failed.insert(w.key.clone(), e.to_string());
             }
         }
         self.settle_all_secrets(&mut sealed, &mut failed);
@@ -248,13 +257,13 @@ impl Supervisor {
     fn settle_all_secrets(&self, sealed: &mut BTreeMap<String, Key>, failed: &mut BTreeMap<Key, String>) {
         for (group, key) in std::mem::take(sealed) {
             if let Err(e) = self.settle_secrets(&group) {
-                failed.insert(key, e);
+                failed.insert(key, e.to_string());
             }
         }
     }
 
     /// Gives a group the centre's secrets, if the group is on this host.
-    fn settle_secrets(&self, name: &str) -> Result<(), String> {
+    fn settle_secrets(&self, name: &str) -> Result<(), RequestError> {
         let Some(group) = self.names().groups.get(name).cloned() else { return Ok(()) };
         let secrets = lock(&self.fleet.ordered).secrets_of(name)?;
         let mut inner = group.lock();
@@ -277,7 +286,7 @@ impl Supervisor {
 
     /// Sets a group's weight. The group gets a worker with its first vRNIC here. If `group` is `None`, the group and
     /// its worker are removed.
-    fn settle_group(&self, name: &str, group: Option<&v1::HostGroup>) -> Result<(), String> {
+    fn settle_group(&self, name: &str, group: Option<&v1::HostGroup>) -> Result<(), RequestError> {
         let there = self.names().groups.get(name).cloned();
         match (group, there) {
             (Some(g), there) => {
@@ -298,16 +307,15 @@ impl Supervisor {
     }
 
     /// Makes or changes a vRNIC as the centre orders.
-    fn settle_vrnic(self: &Arc<Self>, v: &v1::Vrnic) -> Result<(), String> {
+    fn settle_vrnic(self: &Arc<Self>, v: &v1::Vrnic) -> Result<(), RequestError> {
         let (add, hardware) = read(v)?;
         let group = add.group.clone().unwrap_or_default();
         let now = self.names().vrnics.get(&v.name).map(|n| (n.group.clone(), n.hardware, n.ips.clone()));
         let Some((group_now, hardware_now, ips)) = now else { return self.make_of_fleet(&add, hardware, !v.down) };
         let limits_now = self.member_of(&v.name, |m| m.new.limits)?;
         if (&group_now, hardware_now, limits_now) != (&group, hardware, add.limits()) {
-            self.drop_vrnic(&v.name, false).map_err(|e| {
-                format!("vRNIC {} is to be made anew, as its group, MAC or limits are others: {e}", v.name)
-            })?;
+            self.drop_vrnic(&v.name, false)
+                .map_err(|e| RequestError::ToBeMadeAnew { vrnic: v.name.clone(), error: e.into() })?;
             return self.make_of_fleet(&add, hardware, !v.down);
         }
         for ip in add.ips.iter().filter(|ip| !ips.iter().any(|o| vrnic::same_address(o, ip))) {
@@ -328,7 +336,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn make_of_fleet(self: &Arc<Self>, add: &AddVrnic, hardware: Hardware, up: bool) -> Result<(), String> {
+    fn make_of_fleet(self: &Arc<Self>, add: &AddVrnic, hardware: Hardware, up: bool) -> Result<(), RequestError> {
         let group = add.group.clone().unwrap_or_default();
         if !self.names().groups.contains_key(&group) {
             let weight = lock(&self.fleet.weights).get(&group).copied().unwrap_or(USUAL_GROUP_WEIGHT);
@@ -342,24 +350,21 @@ impl Supervisor {
     }
 
     /// Removes a vRNIC, if it is here.
-    fn drop_vrnic(&self, name: &str, force: bool) -> Result<(), String> {
+    fn drop_vrnic(&self, name: &str, force: bool) -> Result<(), RequestError> {
         if !self.names().vrnics.contains_key(name) {
             return Ok(());
         }
         let force = force || lock(&self.forced_removals).remove(name);
-        self.remove_vrnic(name, force).map(drop).map_err(|e| {
-            if e.contains("is in use") {
-                format!("vRNIC {name} is to leave this host, but programs use it; it goes when they have ended")
-            } else {
-                e
-            }
+        self.remove_vrnic(name, force).map(drop).map_err(|e| match e {
+            RequestError::InUse { vrnic, .. } => RequestError::ToLeave(vrnic),
+            e => e,
         })
     }
 
-    fn member_of<T>(&self, name: &str, f: impl FnOnce(&Member) -> T) -> Result<T, String> {
+    fn member_of<T>(&self, name: &str, f: impl FnOnce(&Member) -> T) -> Result<T, RequestError> {
         let group = self.group_with(name)?;
         let inner = group.lock();
-        inner.members.get(name).map(f).ok_or_else(|| format!("there is no vRNIC {name}"))
+        inner.members.get(name).map(f).ok_or_else(|| missing(name))
     }
 
     /// vRNICs that were made without the centre, for its information. It accepts those that it wants into the fleet.
@@ -370,7 +375,7 @@ impl Supervisor {
     }
 
     /// The description of a vRNIC of this host for the centre.
-    fn write(&self, name: &str) -> Result<v1::Vrnic, String> {
+    fn write(&self, name: &str) -> Result<v1::Vrnic, RequestError> {
         let group = self.group_with(name)?;
         let host = self.centre().map(|c| c.host().to_string()).unwrap_or_default();
         self.member_of(name, |m| {
@@ -462,11 +467,7 @@ impl Supervisor {
         let name = match request {
             Request::VrnicAdd(add) => return Some(self.ask_for(centre, add)),
             Request::GroupAdd { .. } | Request::GroupSet { .. } | Request::GroupRemove { .. } => {
-                let text = format!(
-                    "groups of a fleet are the control centre's ({}): use `unirdma apply` there",
-                    centre.info().url
-                );
-                return Some(Err(text));
+                return Some(Err(RequestError::GroupOfCentre { url: centre.info().url }));
             }
             Request::VrnicRemove { name, .. }
             | Request::VrnicSet { name, .. }
@@ -482,11 +483,8 @@ impl Supervisor {
             return None;
         };
         if !v.by_host {
-            let what = if matches!(request, Request::VrnicRemove { .. }) { "delete" } else { "apply" };
-            return Some(Err(format!(
-                "vRNIC {name} is the control centre's ({}): change it there, with `unirdma {what}`",
-                centre.info().url
-            )));
+            let command = if matches!(request, Request::VrnicRemove { .. }) { "delete" } else { "apply" };
+            return Some(Err(RequestError::VrnicOfCentre { vrnic: v.name, url: centre.info().url, command }));
         }
         Some(self.change_of_fleet(centre, v, request))
     }
@@ -502,10 +500,7 @@ impl Supervisor {
                 lock(&self.fleet.pending_grants).remove(&add.name);
                 return self.show(&add.name, false);
             }
-            return Err(format!(
-                "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
-                add.name, add.name
-            ));
+            return Err(RequestError::VrnicExists(add.name.clone()));
         }
         let asked = centre.ask(ask::Change::Put(put.clone()));
         let mut pending_grants = lock(&self.fleet.pending_grants);
@@ -515,7 +510,7 @@ impl Supervisor {
                 if pending_grants.len() < MAX_UNGIVEN {
                     pending_grants.insert(add.name.clone(), put);
                 }
-                return Err(e);
+                return Err(e.into());
             }
         }
         drop(pending_grants);
@@ -526,21 +521,17 @@ impl Supervisor {
         let name = v.name.clone();
         match request {
             Request::VrnicRemove { force, .. } => {
-                let Response::Vrnic(info) = self.show(&name, false)? else {
-                    return Err(format!("there is no vRNIC {name}"));
-                };
+                let Response::Vrnic(info) = self.show(&name, false)? else { return Err(missing(&name)) };
                 if !force && (info.sessions > 0 || info.attached) {
-                    return Err(format!(
-                        "vRNIC {name} is in use ({} sessions); end its container first, or add --force",
-                        info.sessions
-                    ));
+                    return Err(RequestError::InUse { vrnic: name, sessions: info.sessions });
                 }
                 if *force {
                     lock(&self.forced_removals).insert(name.clone());
                 }
                 let asked = centre.ask(ask::Change::Remove(name.clone()));
                 lock(&self.forced_removals).remove(&name);
-                return asked.map(|_| Response::Done);
+                asked?;
+                return Ok(Response::Done);
             }
             Request::VrnicLink { up, .. } => v.down = !up,
             Request::VrnicAddress { ip, add: true, .. } => v.ips.push(ip.to_string()),
@@ -548,7 +539,7 @@ impl Supervisor {
                 let had = v.ips.len();
                 v.ips.retain(|o| o.parse::<IpNet>().is_ok_and(|o| !vrnic::same_address(&o, ip)));
                 if v.ips.len() == had || v.ips.is_empty() {
-                    return Err(format!("vRNIC {name} does not have the address {}, or no other one", ip.addr));
+                    return Err(AddressError::NotItsOrOnly { ip: ip.addr, vrnic: name }.into());
                 }
             }
             Request::VrnicSet { share, allow_spoof, held, .. } => {
@@ -569,11 +560,15 @@ impl Supervisor {
                     ..limits_of(&now)
                 };
             }
-            _ => return Err("this is no change of a vRNIC".into()),
+            _ => return Err(RequestError::Malformed("this is no change of a vRNIC")),
         }
         centre.ask(ask::Change::Put(v))?;
         if matches!(request, Request::VrnicLink { .. }) { Ok(Response::Done) } else { self.show(&name, false) }
     }
+}
+
+fn missing(name: &str) -> RequestError {
+    RequestError::Missing { what: "vRNIC", name: name.into() }
 }
 
 /// The vRNIC to request from the centre for this host's administrator.
@@ -599,9 +594,9 @@ fn wanted(add: &AddVrnic, host: &str) -> v1::Vrnic {
 }
 
 /// Converts the centre's description of a vRNIC.
-fn read(v: &v1::Vrnic) -> Result<(AddVrnic, Hardware), String> {
-    let ips: Result<Vec<IpNet>, String> = v.ips.iter().map(|t| t.parse()).collect();
-    let (mac, guid) = agent::mac(&v.mac).zip(agent::guid(&v.guid)).ok_or("its MAC or GUID is none")?;
+fn read(v: &v1::Vrnic) -> Result<(AddVrnic, Hardware), RequestError> {
+    let ips: Result<Vec<IpNet>, _> = v.ips.iter().map(|t| t.parse()).collect();
+    let (mac, guid) = agent::mac(&v.mac).zip(agent::guid(&v.guid)).ok_or(RequestError::Hardware)?;
     let (l, s) = (v.limits.unwrap_or_default(), v.share.unwrap_or_default());
     let add = AddVrnic {
         name: v.name.clone(),

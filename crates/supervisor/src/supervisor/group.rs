@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
-use unirdma_confine::{self as confine, Cgroup, CgroupLimits, Cgroups, InForce, Measure};
+use unirdma_confine::{self as confine, Cgroup, CgroupError, CgroupLimits, Cgroups, InForce, Measure};
 use unirdma_device::{LogLimit, lock, now_ns};
 use unirdma_ipc::connection::Connection;
 use unirdma_ipc::message::{Answer, Begin, Call, Event, NewVrnic, VERSION};
@@ -183,6 +183,18 @@ impl Worker {
     }
 }
 
+/// Why a worker does not do what it is asked.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CallError {
+    #[error("the worker of group {0} has ended and is being started anew; try again")]
+    Ended(String),
+    #[error("the worker of group {group} does not answer ({error}) and is started anew")]
+    NoAnswer { group: String, error: io::Error },
+    /// What the worker says.
+    #[error("{0}")]
+    Refused(String),
+}
+
 /// The mutable state of a group.
 pub(super) struct Inner {
     pub worker: Option<Worker>,
@@ -207,7 +219,7 @@ pub(super) struct SupervisorShared {
     pub confinement: Option<confine::Plan>,
     pub network: Option<Mutex<Network>>,
     /// The parent of the workers' cgroups; or why there are none.
-    pub cgroups: Result<Cgroups, String>,
+    pub cgroups: Result<Cgroups, CgroupError>,
     /// The directory of the workers' listening sockets.
     pub doors: PathBuf,
 }
@@ -217,7 +229,7 @@ impl SupervisorShared {
     pub fn why_no_weights(&self) -> Option<String> {
         match &self.cgroups {
             Ok(c) => c.why_no_weights().map(String::from),
-            Err(why) => Some(why.clone()),
+            Err(why) => Some(why.to_string()),
         }
     }
 
@@ -447,8 +459,8 @@ impl Group {
     /// Changes its worker's share.
     ///
     /// # Errors
-    /// One line: the kernel's refusal.
-    pub fn set_weight(&self, weight: u32) -> Result<(), String> {
+    /// The kernel's refusal.
+    pub fn set_weight(&self, weight: u32) -> Result<(), CgroupError> {
         let before = self.weight.swap(weight, Ordering::Relaxed);
         let Ok(cgroups) = &self.around.cgroups else { return Ok(()) };
         let set = cgroups.make(&self.name, &self.limits()).map(drop);
@@ -461,10 +473,10 @@ impl Group {
 
     /// Makes a cgroup for a new worker. It replaces the former worker's cgroup. Returns a description, or why there is
     /// none.
-    fn make_cgroup(&self, pid: u32) -> Result<String, String> {
+    fn make_cgroup(&self, pid: u32) -> Result<String, CgroupError> {
         let cgroups = self.around.cgroups.as_ref().map_err(Clone::clone)?;
         let limits = self.limits();
-        let pid = Pid::from_raw(pid as i32).ok_or("it has no process id")?;
+        let pid = Pid::from_raw(pid as i32).ok_or(CgroupError::NoProcess)?;
         let made = |c: Cgroup| c.enter(pid).inspect_err(|_| c.remove());
         // The old cgroup is removed, because memory that the former worker had touched is still charged to it.
         cgroups.make(&self.name, &limits)?.remove();
@@ -483,13 +495,12 @@ impl Group {
     /// Calls its worker.
     ///
     /// # Errors
-    /// One line: the worker's error, or that it does not answer. In the second case it is killed, and will be
-    /// restarted.
-    pub fn call(&self, inner: &mut Inner, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<Answer, String> {
-        let gone = || format!("the worker of group {} has ended and is being started anew; try again", self.name);
+    /// The worker's error, or that it does not answer. In the second case it is killed, and will be restarted.
+    pub fn call(&self, inner: &mut Inner, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<Answer, CallError> {
+        let gone = || CallError::Ended(self.name.clone());
         let worker = inner.worker.as_mut().filter(|w| !w.given_up).ok_or_else(gone)?;
         match worker.ask(call, fds) {
-            Ok(Answer::Error(e)) => Err(e),
+            Ok(Answer::Error(e)) => Err(CallError::Refused(e)),
             Ok(answer) => Ok(answer),
             Err(e) => {
                 worker.given_up = true;
@@ -501,7 +512,7 @@ impl Group {
                     return Err(gone());
                 }
                 tracing::error!(group = self.name, pid = worker.pid(), error = %e, "the worker does not answer and is ended");
-                Err(format!("the worker of group {} does not answer ({e}) and is started anew", self.name))
+                Err(CallError::NoAnswer { group: self.name.clone(), error: e })
             }
         }
     }
@@ -630,7 +641,7 @@ pub(super) fn end_stranger(door: &Path) {
     let _ = end();
 }
 
-fn nonsense() -> io::Error {
+pub(super) fn nonsense() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the worker says something else than it was asked")
 }
 

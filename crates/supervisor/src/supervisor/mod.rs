@@ -12,6 +12,7 @@
 mod admin_requests;
 #[cfg(feature = "fleet")]
 mod centre_orders;
+mod error;
 mod group;
 #[cfg(not(feature = "fleet"))]
 mod no_fleet;
@@ -32,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
-use unirdma_confine::{self as confine, Cgroups, InForce, USUAL_GROUP_WEIGHT};
+use unirdma_confine::{self as confine, CgroupError, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use unirdma_device::lock;
 use unirdma_ipc::config::EngineConfig;
 use unirdma_ipc::fdpass;
@@ -142,7 +143,7 @@ impl Supervisor {
             confinement,
             network: network.map(Mutex::new),
             cgroups: match config.isolation {
-                Isolation::Threads(_) => Err("workers are threads".into()),
+                Isolation::Threads(_) => Err(CgroupError::Threads),
                 Isolation::Processes => Cgroups::open(&config.dir, !config.engine.shares_cores()),
             },
             doors: config.dir.join("workers"),
@@ -192,7 +193,7 @@ impl Supervisor {
         }
         self.remove_unserved()?;
         if !self.names().groups.contains_key(DEFAULT_GROUP) {
-            self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT).map_err(io::Error::other)?;
+            self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT)?;
         }
         Ok(())
     }
@@ -208,7 +209,7 @@ impl Supervisor {
     }
 
     /// Makes a group and starts its worker.
-    fn add_group(self: &Arc<Self>, name: &str, id: u32, weight: u32) -> Result<(), String> {
+    fn add_group(self: &Arc<Self>, name: &str, id: u32, weight: u32) -> io::Result<()> {
         let begin = Begin {
             group: name.into(),
             id,
@@ -216,14 +217,13 @@ impl Supervisor {
             network: None,
             confinement: self.around.confinement.clone(),
         };
-        let group = Group::new(begin, weight, self.around.clone());
-        let group = Arc::new(group.map_err(|e| e.to_string())?);
+        let group = Arc::new(Group::new(begin, weight, self.around.clone())?);
         let mut inner = group.lock();
         let enrolled = self.around.network.as_ref().map(|n| lock(n).enroll(name, id)).transpose();
         if let Err(e) = enrolled.and_then(|_| group.start(&mut inner)) {
             drop(inner);
             self.end_group(&group);
-            return Err(e.to_string());
+            return Err(e);
         }
         self.keep_group(&group, &inner);
         self.keep_sockets(name);
@@ -436,7 +436,7 @@ impl Supervisor {
         let id = self.next_connection.fetch_add(1, Ordering::Relaxed);
         self.apart("admin", move |s| {
             admin::serve(stream, |request, fd| {
-                let answer = s.answer(id, request, fd).unwrap_or_else(Response::Error);
+                let answer = s.answer(id, request, fd).unwrap_or_else(|e| Response::Error(e.to_string()));
                 (!s.stopping.load(Ordering::SeqCst)).then_some(answer)
             });
             s.closed(id);

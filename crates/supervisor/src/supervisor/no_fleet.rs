@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 
+use super::error::Reply;
 use super::*;
 use crate::admin::Request;
 use crate::centre_config::{CentreConfig, CentreInfo};
@@ -33,7 +34,7 @@ impl Supervisor {
         match identity {}
     }
 
-    pub(super) fn answer_of_fleet(&self, _: &Request) -> Option<Result<Response, String>> {
+    pub(super) fn answer_of_fleet(&self, _: &Request) -> Option<Reply> {
         None
     }
 }

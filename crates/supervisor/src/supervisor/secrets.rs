@@ -6,6 +6,7 @@
 use unirdma_ipc::message::Call;
 use unirdma_ipc::secrets::{GroupSecrets, Secret, Secrets};
 
+use super::error::RequestError;
 use super::group::SealNote;
 use super::*;
 use crate::admin::SecretChange;
@@ -25,21 +26,24 @@ impl NewSecret {
     /// The change that an administrator requests, with the file sent along, if there is one.
     ///
     /// # Errors
-    /// One line: the file contains no secret.
-    pub fn read(change: SecretChange, file: Option<OwnedFd>) -> Result<NewSecret, String> {
+    /// The file contains no secret.
+    pub fn read(change: SecretChange, file: Option<OwnedFd>) -> Result<NewSecret, RequestError> {
         Ok(match change {
             SecretChange::None => NewSecret::None,
             SecretChange::ForgetOld => NewSecret::ForgetOld,
-            SecretChange::File => NewSecret::Rotate(Secret::read(file.ok_or("a secret needs a file")?.as_fd())?),
+            SecretChange::File => {
+                let file = file.ok_or(RequestError::Malformed("a secret needs a file"))?;
+                NewSecret::Rotate(Secret::read(file.as_fd())?)
+            }
         })
     }
 
-    /// The secrets of `whose` after the change.
-    fn after(&self, had: Option<&Secrets>, whose: &str) -> Result<Option<Secrets>, String> {
+    /// The secrets after the change. `whose` is for [`RequestError::NoSecret`].
+    fn after(&self, had: Option<&Secrets>, whose: String) -> Result<Option<Secrets>, RequestError> {
         let mut secrets = had.cloned();
         match (self, &mut secrets) {
             (NewSecret::None, _) => return Ok(None),
-            (NewSecret::ForgetOld, None) => return Err(format!("{whose} no secret")),
+            (NewSecret::ForgetOld, None) => return Err(RequestError::NoSecret { whose }),
             (NewSecret::ForgetOld, Some(s)) => s.forget_others(),
             (NewSecret::Rotate(secret), None) => return Ok(Some(Secrets::one(secret.clone()))),
             (NewSecret::Rotate(secret), Some(s)) => s.rotate(secret.clone())?,
@@ -49,22 +53,28 @@ impl NewSecret {
 }
 
 /// The secrets of a group.
-fn secrets_in(group: &Group, inner: &Inner) -> Result<GroupSecrets, String> {
+fn secrets_in(group: &Group, inner: &Inner) -> Result<GroupSecrets, RequestError> {
     let had = inner.secrets.as_ref().map(GroupSecrets::of_file).transpose();
-    had.map(Option::unwrap_or_default).map_err(|e| format!("the secrets of group {} cannot be read: {e}", group.name))
+    had.map(Option::unwrap_or_default)
+        .map_err(|error| RequestError::UnreadableSecrets { group: group.name.clone(), error })
 }
 
 impl Supervisor {
     /// Replaces the secrets of a group. When this returns, its worker and the keeper have them.
     ///
     /// # Errors
-    /// One line: this host has no network, or the worker does not accept the secrets.
-    pub(super) fn set_secrets(&self, group: &Group, inner: &mut Inner, secrets: &GroupSecrets) -> Result<(), String> {
+    /// This host has no network, or the worker does not accept the secrets.
+    pub(super) fn set_secrets(
+        &self,
+        group: &Group,
+        inner: &mut Inner,
+        secrets: &GroupSecrets,
+    ) -> Result<(), RequestError> {
         if self.around.network.is_none() {
-            return Err("a secret is for packets between hosts, and this one serves no others (`unirdma host --address IP --peers FILE`)".into());
+            return Err(RequestError::NoNetwork);
         }
         let file = (!secrets.is_empty()).then(|| secrets.to_file());
-        let file = file.transpose().map_err(|e| format!("no room for the secret: {e}"))?;
+        let file = file.transpose().map_err(RequestError::NoRoom)?;
         let fds: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
         group.call(inner, &Call::Secrets { any: file.is_some() }, &fds)?;
         inner.secrets = file;
@@ -89,18 +99,23 @@ impl Supervisor {
     /// Changes a group's own secret, or the secret that it shares with another group.
     ///
     /// # Errors
-    /// One line.
-    pub(super) fn change_secrets(&self, group: &Group, with: Option<&str>, new: &NewSecret) -> Result<(), String> {
+    /// See [`Supervisor::set_secrets`].
+    pub(super) fn change_secrets(
+        &self,
+        group: &Group,
+        with: Option<&str>,
+        new: &NewSecret,
+    ) -> Result<(), RequestError> {
         let mut inner = group.lock();
         if inner.removed {
-            return Err(format!("group {} is gone", group.name));
+            return Err(RequestError::GroupGone(group.name.clone()));
         }
         let mut secrets = secrets_in(group, &inner)?;
         let whose = match with {
             Some(other) => format!("groups {} and {other} have", group.name),
             None => format!("group {} has", group.name),
         };
-        let after = new.after(secrets.of(with), &whose)?;
+        let after = new.after(secrets.of(with), whose)?;
         secrets.set(with, after)?;
         self.set_secrets(group, &mut inner, &secrets)
     }
@@ -108,11 +123,11 @@ impl Supervisor {
     /// Changes the secret of a pair of groups, for `group` and for `other` if that is on this host, too.
     ///
     /// # Errors
-    /// One line.
-    pub(super) fn change_pair(&self, group: &Group, other: &str, new: &NewSecret) -> Result<(), String> {
+    /// See [`Supervisor::set_secrets`].
+    pub(super) fn change_pair(&self, group: &Group, other: &str, new: &NewSecret) -> Result<(), RequestError> {
         unirdma_ipc::vrnic::check_name("group", other)?;
         if other == group.name {
-            return Err(format!("--with names another group than {other}, whose own secret needs no --with"));
+            return Err(RequestError::PairOfOne(other.into()));
         }
         self.change_secrets(group, Some(other), new)?;
         let there = self.names().groups.get(other).cloned();
@@ -122,8 +137,8 @@ impl Supervisor {
     /// Gives a new group the secrets that other groups of this host share with it.
     ///
     /// # Errors
-    /// One line.
-    pub(super) fn share_pairs(&self, name: &str) -> Result<(), String> {
+    /// See [`Supervisor::set_secrets`].
+    pub(super) fn share_pairs(&self, name: &str) -> Result<(), RequestError> {
         let Some(group) = self.names().groups.get(name).cloned() else { return Ok(()) };
         let mut secrets = GroupSecrets::default();
         for other in self.groups().iter().filter(|g| g.name != name && g.seal_note().any) {
