@@ -8,10 +8,12 @@ use std::fmt::Write as _;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use ratatui::crossterm::event::{self, Event, KeyEvent};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use unirdma_supervisor::Client;
@@ -19,7 +21,7 @@ use unirdma_supervisor::admin::{Request, Response};
 
 use rates::{Column, Row, Sample};
 use screen::View;
-use terminal::{Key, Terminal};
+use terminal::Terminal;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma top                                  until q or Ctrl-C
@@ -66,8 +68,7 @@ pub(crate) fn run(dir: &Path, args: TopArgs) -> io::Result<()> {
     ])?;
     // Asks once before the terminal is taken, so that an error is printed at once.
     let first = ask(&mut Client::connect(dir)?)?;
-    let terminal = Terminal::open()?;
-    watch(dir, args, first, &terminal, &signals)
+    watch(dir, args, first, &mut Terminal::open()?, &signals)
 }
 
 fn ask(client: &mut Client) -> io::Result<Sample> {
@@ -98,12 +99,30 @@ fn once(dir: &Path, args: &TopArgs) -> io::Result<()> {
     crate::print::line(&text)
 }
 
-/// A message from the thread that asks the virtual layer.
-type News = io::Result<Sample>;
+/// A message from a thread.
+enum News {
+    /// An answer of the virtual layer.
+    Answer(io::Result<Sample>),
+    Key(KeyEvent),
+}
+
+/// Sends messages to the thread that draws, and wakes it.
+#[derive(Clone)]
+struct Sender {
+    news: SyncSender<News>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Sender {
+    /// Returns false if the receiver is gone.
+    fn send(&self, news: News) -> bool {
+        self.news.send(news).is_ok() && rustix::io::write(&*self.wake, &1u64.to_ne_bytes()).is_ok()
+    }
+}
 
 /// Asks the virtual layer again and again, in a thread of its own so that a slow answer delays no key. Ends when the
 /// receiver is gone.
-fn read(dir: &Path, delay: Duration, news: &SyncSender<News>, wake: &OwnedFd) {
+fn read(dir: &Path, delay: Duration, to: &Sender) {
     let mut client = None;
     loop {
         std::thread::sleep(delay);
@@ -112,32 +131,42 @@ fn read(dir: &Path, delay: Duration, news: &SyncSender<News>, wake: &OwnedFd) {
             None => Client::connect(dir),
         };
         let answer = asked.and_then(|mut c| Ok((ask(&mut c)?, c)));
-        let told = match answer {
-            Ok((sample, c)) => {
-                client = Some(c);
-                news.send(Ok(sample))
-            }
-            Err(e) => news.send(Err(e)),
-        };
-        if told.is_err() {
+        let news = answer.map(|(sample, c)| {
+            client = Some(c);
+            sample
+        });
+        if !to.send(News::Answer(news)) {
             return;
         }
-        let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
     }
 }
 
-fn watch(dir: &Path, args: TopArgs, first: Sample, terminal: &Terminal, signals: &OwnedFd) -> io::Result<()> {
-    let (sender, receiver) = sync_channel(1);
-    let wake = std::sync::Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-    let (theirs, place, delay) = (wake.clone(), dir.to_path_buf(), args.delay);
-    std::thread::Builder::new().name("read".into()).spawn(move || read(&place, delay, &sender, &theirs))?;
+/// Reads keys, in a thread of its own: an unfinished sequence and a terminal that is gone block it.
+fn keys(to: &Sender) {
+    while let Ok(event) = event::read() {
+        if let Event::Key(key) = event
+            && !to.send(News::Key(key))
+        {
+            return;
+        }
+    }
+}
+
+fn watch(dir: &Path, args: TopArgs, first: Sample, terminal: &mut Terminal, signals: &OwnedFd) -> io::Result<()> {
+    let (news, receiver) = sync_channel(16);
+    let wake = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let to = Sender { news, wake: wake.clone() };
+    let (theirs, place, delay) = (to.clone(), dir.to_path_buf(), args.delay);
+    std::thread::Builder::new().name("read".into()).spawn(move || read(&place, delay, &theirs))?;
+    std::thread::Builder::new().name("keys".into()).spawn(move || keys(&to))?;
     let mut view = View::new(args.sort, args.filter, args.delay);
     let mut last = first;
     loop {
-        terminal.draw(|width, height| view.lines(width, height))?;
+        terminal.draw(|screen| view.render(screen))?;
         let stdin = io::stdin();
         let mut wait = [
-            PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::IN),
+            // Reports only that the terminal is gone.
+            PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::empty()),
             PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
         ];
@@ -146,39 +175,26 @@ fn watch(dir: &Path, args: TopArgs, first: Sample, terminal: &Terminal, signals:
             Err(e) => return Err(e.into()),
         }
         let came = wait.map(|w| w.revents());
-        if !came[1].is_empty() && ends(signals, terminal)? {
+        if !came[0].is_empty() || !came[1].is_empty() && ends(signals, terminal)? {
             return Ok(());
         }
-        if !came[2].is_empty() {
-            let _ = rustix::io::read(&*wake, &mut [0; 8]);
-            take(&receiver, &mut view, &mut last);
-        }
-        if !came[0].is_empty() {
-            let Some(keys) = terminal::keys(&stdin)? else { return Ok(()) };
-            for key in keys {
-                if key == Key::Interrupt || view.press(key) {
-                    return Ok(());
+        let _ = rustix::io::read(&*wake, &mut [0; 8]);
+        while let Ok(news) = receiver.try_recv() {
+            match news {
+                News::Answer(Ok(sample)) => {
+                    view.show(rates::rows(&last, &sample));
+                    last = sample;
                 }
+                News::Answer(Err(e)) => view.fail(&e),
+                News::Key(key) if view.key(key) => return Ok(()),
+                News::Key(_) => {}
             }
-        }
-    }
-}
-
-/// Handles the messages that have come from the thread.
-fn take(receiver: &Receiver<News>, view: &mut View, last: &mut Sample) {
-    while let Ok(news) = receiver.try_recv() {
-        match news {
-            Ok(sample) => {
-                view.show(rates::rows(last, &sample));
-                *last = sample;
-            }
-            Err(e) => view.fail(&e),
         }
     }
 }
 
 /// Handles signals. Returns true if one of them ends the program.
-fn ends(signals: &OwnedFd, terminal: &Terminal) -> io::Result<bool> {
+fn ends(signals: &OwnedFd, terminal: &mut Terminal) -> io::Result<bool> {
     const SIZE: usize = size_of::<libc::signalfd_siginfo>();
     let mut info = [0; SIZE];
     while rustix::io::read(signals, &mut info).is_ok_and(|n| n == SIZE) {

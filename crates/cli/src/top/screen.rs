@@ -1,19 +1,22 @@
-//! The contents of the screen, as lines of text.
+//! The contents of the screen.
 
 use std::time::Duration;
 
+use ratatui::buffer::Buffer;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::style::{Color, Style};
+
 use super::rates::{self, Column, Row};
 use super::short;
-use super::terminal::Key;
 
-const BOLD: &str = "\x1b[1m";
-const RED: &str = "\x1b[1;31m";
-const REVERSE: &str = "\x1b[7m";
-const PLAIN: &str = "\x1b[0m";
+const PLAIN: Style = Style::new();
+const BOLD: Style = PLAIN.bold();
+const RED: Style = BOLD.fg(Color::Red);
+const REVERSE: Style = PLAIN.reversed();
 
 /// Lines above and below the rows.
-const ABOVE: usize = 3;
-const BELOW: usize = 1;
+const ABOVE: u16 = 3;
+const BELOW: u16 = 1;
 
 const KEYS: &str = "q quit  <- -> sort  r reverse  / filter  space pause  h help";
 const HELP: [&str; 14] = [
@@ -84,35 +87,49 @@ impl View {
         self.failed = Some(why.to_string());
     }
 
-    /// Handles a key. Returns true if the program is to end.
-    pub fn press(&mut self, key: Key) -> bool {
+    /// Handles a key with its modifiers. Returns true if the program is to end.
+    pub fn key(&mut self, key: KeyEvent) -> bool {
+        match key.code {
+            KeyCode::Char(c) if key.modifiers.contains(KeyModifiers::CONTROL) => match c {
+                'c' => true,
+                'h' => self.press(KeyCode::Backspace),
+                'j' => self.press(KeyCode::Enter),
+                _ => false,
+            },
+            // Escape and another key that came together.
+            code if key.modifiers.contains(KeyModifiers::ALT) => self.press(KeyCode::Esc) || self.press(code),
+            code => self.press(code),
+        }
+    }
+
+    fn press(&mut self, key: KeyCode) -> bool {
         if self.typing {
             match key {
-                Key::Char(c) => self.filter.push(c),
-                Key::Backspace => _ = self.filter.pop(),
-                Key::Escape => (self.typing, self.filter) = (false, String::new()),
-                Key::Enter => self.typing = false,
+                KeyCode::Char(c) => self.filter.push(c),
+                KeyCode::Backspace => _ = self.filter.pop(),
+                KeyCode::Esc => (self.typing, self.filter) = (false, String::new()),
+                KeyCode::Enter => self.typing = false,
                 _ => {}
             }
             self.offset = 0;
             return false;
         }
         match key {
-            Key::Char('q') => return true,
-            Key::Char('h' | '?') => self.help = !self.help,
-            Key::Escape if self.help => self.help = false,
-            Key::Escape => self.filter.clear(),
-            Key::Char('/') => (self.typing, self.help) = (true, false),
-            Key::Char(' ') => self.paused = !self.paused,
-            Key::Char('r') => self.reversed = !self.reversed,
-            Key::Left | Key::Char('<') => self.move_sort(Column::ALL.len() - 1),
-            Key::Right | Key::Char('>') => self.move_sort(1),
-            Key::Up => self.offset = self.offset.saturating_sub(1),
-            Key::Down => self.offset += 1,
-            Key::PageUp => self.offset = self.offset.saturating_sub(self.page),
-            Key::PageDown => self.offset += self.page,
-            Key::Home => self.offset = 0,
-            Key::End => self.offset = usize::MAX,
+            KeyCode::Char('q') => return true,
+            KeyCode::Char('h' | '?') => self.help = !self.help,
+            KeyCode::Esc if self.help => self.help = false,
+            KeyCode::Esc => self.filter.clear(),
+            KeyCode::Char('/') => (self.typing, self.help) = (true, false),
+            KeyCode::Char(' ') => self.paused = !self.paused,
+            KeyCode::Char('r') => self.reversed = !self.reversed,
+            KeyCode::Left | KeyCode::Char('<') => self.move_sort(Column::ALL.len() - 1),
+            KeyCode::Right | KeyCode::Char('>') => self.move_sort(1),
+            KeyCode::Up => self.offset = self.offset.saturating_sub(1),
+            KeyCode::Down => self.offset += 1,
+            KeyCode::PageUp => self.offset = self.offset.saturating_sub(self.page),
+            KeyCode::PageDown => self.offset += self.page,
+            KeyCode::Home => self.offset = 0,
+            KeyCode::End => self.offset = usize::MAX,
             _ => {}
         }
         false
@@ -123,26 +140,27 @@ impl View {
         self.sort = Column::ALL[(at + by) % Column::ALL.len()];
     }
 
-    /// The lines of a screen of this size. No line is wider than `width`.
-    pub fn lines(&mut self, width: usize, height: usize) -> Vec<String> {
+    /// Writes the whole screen. What does not fit is cut at the right.
+    pub fn render(&mut self, screen: &mut Buffer) {
+        let (width, height) = (screen.area.width, screen.area.height);
         if self.help {
-            return HELP.iter().map(|l| cut(l, width)).collect();
+            return HELP.iter().zip(0..height).for_each(|(l, y)| put(screen, y, l, PLAIN));
         }
         let mut rows: Vec<&Row> = self.rows.iter().filter(|r| r.matches(&self.filter)).collect();
         let mut all = Row::default();
         rows.iter().for_each(|r| all.add(r));
         let mut sorted: Vec<Row> = rows.drain(..).cloned().collect();
         rates::sort(&mut sorted, self.sort, self.reversed);
-        self.page = height.saturating_sub(ABOVE + BELOW).max(1);
+        self.page = usize::from(height.saturating_sub(ABOVE + BELOW)).max(1);
         self.offset = self.offset.min(sorted.len().saturating_sub(self.page));
-        let widths = widths(width);
-        let mut lines = vec![paint(BOLD, &cut(&self.title(sorted.len()), width)), cut(&totals(&all), width)];
-        lines.push(self.heads(&widths, width));
-        let shown = sorted.iter().skip(self.offset).take(self.page);
-        lines.extend(shown.map(|r| line(r, &widths, width)));
-        lines.resize(height.saturating_sub(BELOW).max(ABOVE), String::new());
-        lines.push(cut(&self.foot(), width));
-        lines
+        let widths = widths(width.into());
+        put(screen, 0, &self.title(sorted.len()), BOLD);
+        put(screen, 1, &totals(&all), PLAIN);
+        self.heads(screen, 2, &widths);
+        for (r, y) in sorted.iter().skip(self.offset).zip(ABOVE..height.saturating_sub(BELOW)) {
+            put(screen, y, &line(r, &widths), if r.errors > 0.0 { RED } else { PLAIN });
+        }
+        put(screen, height.saturating_sub(BELOW).max(ABOVE), &self.foot(), PLAIN);
     }
 
     fn title(&self, shown: usize) -> String {
@@ -159,22 +177,18 @@ impl View {
         text
     }
 
-    fn heads(&self, widths: &[usize], width: usize) -> String {
-        let mut left = width;
-        let mut text = String::new();
+    fn heads(&self, screen: &mut Buffer, y: u16, widths: &[usize]) {
+        let mut x = 0;
         for (&column, &w) in Column::ALL.iter().zip(widths) {
-            if left == 0 {
-                break;
-            }
-            let mark = if self.reversed { "^" } else { "v" };
-            let sorts = column == self.sort;
-            let head = format!("{}{}", column.head(), if sorts { mark } else { "" });
-            let cell = cut(&pad(&head, w, column.is_text()), left);
-            left = left.saturating_sub(cell.chars().count() + 1);
-            text += &if sorts { paint(REVERSE, &cell) } else { paint(BOLD, &cell) };
-            text += if left > 0 { " " } else { "" };
+            let (mark, style) = match (column == self.sort, self.reversed) {
+                (false, _) => ("", BOLD),
+                (true, false) => ("v", REVERSE),
+                (true, true) => ("^", REVERSE),
+            };
+            let cell = pad(&format!("{}{mark}", column.head()), w, column.is_text());
+            put_at(screen, x, y, &cell, style);
+            x += cell.len() as u16 + 1;
         }
-        text
     }
 
     fn foot(&self) -> String {
@@ -218,25 +232,26 @@ fn widths(width: usize) -> Vec<usize> {
     widths
 }
 
-fn line(r: &Row, widths: &[usize], width: usize) -> String {
+fn line(r: &Row, widths: &[usize]) -> String {
     let cells: Vec<String> = Column::ALL.iter().zip(widths).map(|(&c, &w)| pad(&r.cell(c), w, c.is_text())).collect();
-    let text = cut(&cells.join(" "), width);
-    if r.errors > 0.0 { paint(RED, &text) } else { text }
+    cells.join(" ")
 }
 
-fn paint(how: &str, text: &str) -> String {
-    format!("{how}{text}{PLAIN}")
+/// Writes a line, if the screen has it.
+fn put(screen: &mut Buffer, y: u16, text: &str, style: Style) {
+    put_at(screen, 0, y, text, style);
 }
 
-/// Cuts a text to `width` characters.
-fn cut(text: &str, width: usize) -> String {
-    text.chars().take(width).collect()
+fn put_at(screen: &mut Buffer, x: u16, y: u16, text: &str, style: Style) {
+    if x < screen.area.width && y < screen.area.height {
+        screen.set_string(x, y, text, style);
+    }
 }
 
 /// Brings a text to exactly `width` characters; a longer text ends with `~`.
 fn pad(text: &str, width: usize, left: bool) -> String {
     match (text.chars().count() > width, left) {
-        (true, _) => cut(text, width.saturating_sub(1)) + "~",
+        (true, _) => text.chars().take(width.saturating_sub(1)).chain(['~']).collect(),
         (false, true) => format!("{text:width$}"),
         (false, false) => format!("{text:>width$}"),
     }
@@ -244,6 +259,9 @@ fn pad(text: &str, width: usize, left: bool) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ratatui::buffer::Cell;
+    use ratatui::layout::Rect;
+
     use super::*;
 
     fn view(count: usize) -> View {
@@ -259,80 +277,94 @@ mod tests {
         view
     }
 
-    /// A line without its colours.
-    fn plain(line: &str) -> String {
-        let mut text = String::new();
-        let mut rest = line;
-        while let Some((before, after)) = rest.split_once('\x1b') {
-            text += before;
-            rest = after.split_once('m').unwrap().1;
-        }
-        text + rest
+    fn screen(view: &mut View, width: u16, height: u16) -> Buffer {
+        let mut screen = Buffer::empty(Rect::new(0, 0, width, height));
+        view.render(&mut screen);
+        screen
     }
 
-    fn names(view: &mut View, height: usize) -> Vec<String> {
-        let lines = view.lines(80, height);
-        let rows = lines.iter().map(|l| plain(l)).filter(|l| l.starts_with("vrnic-"));
+    fn lines(view: &mut View, height: u16) -> Vec<String> {
+        let line = |cells: &[Cell]| cells.iter().map(Cell::symbol).collect::<String>().trim_end().to_owned();
+        screen(view, 80, height).content.chunks(80).map(line).collect()
+    }
+
+    fn names(view: &mut View, height: u16) -> Vec<String> {
+        let rows = lines(view, height).into_iter().filter(|l| l.starts_with("vrnic-"));
         rows.map(|l| l[6..8].to_string()).collect()
     }
 
     #[test]
-    fn every_size_of_screen_holds_all_lines_and_80_columns_show_every_column() {
-        for width in [1, 10, 40, 79, 80, 81, 120, 300] {
-            for height in [1, 4, 5, 24, 100] {
-                let mut view = view(20);
-                let lines = view.lines(width, height);
-                assert!(lines.iter().all(|l| plain(l).chars().count() <= width), "{width}: {lines:?}");
-                assert!(lines.len() <= height.max(ABOVE + BELOW), "{height}");
-                view.help = true;
-                assert!(view.lines(width, height).iter().all(|l| l.chars().count() <= width));
-            }
+    fn every_size_of_screen_holds_its_lines_and_80_columns_show_every_column() {
+        for (width, height) in
+            [1, 10, 40, 79, 80, 81, 120, 300].into_iter().flat_map(|w| [1, 4, 5, 24, 100].map(|h| (w, h)))
+        {
+            let mut view = view(20);
+            // A text outside of the screen panics.
+            screen(&mut view, width, height);
+            view.help = true;
+            screen(&mut view, width, height);
         }
-        let lines = view(20).lines(80, 24);
-        let heads = plain(&lines[2]);
-        assert!(Column::ALL.iter().all(|c| heads.contains(c.head())), "{heads}");
+        let lines = lines(&mut view(20), 24);
+        assert!(Column::ALL.iter().all(|c| lines[2].contains(c.head())), "{}", lines[2]);
         // A row ends where the head of its last column ends.
-        assert_eq!(heads.len(), plain(&lines[3]).len());
+        assert_eq!((lines[2].len(), lines[3].len()), (80, 80));
+        assert!(lines[23].starts_with("q quit"));
     }
 
     #[test]
     fn keys_sort_scroll_filter_pause_and_end() {
         let mut v = view(20);
-        let press = |v: &mut View, keys: &[Key]| keys.iter().any(|&k| v.press(k));
+        let press = |v: &mut View, keys: &[KeyCode]| keys.iter().any(|&k| v.press(k));
         assert_eq!(names(&mut v, 7), ["19", "18", "17"]);
-        press(&mut v, &[Key::Char('r')]);
+        press(&mut v, &[KeyCode::Char('r')]);
         assert_eq!(names(&mut v, 7), ["00", "01", "02"]);
-        press(&mut v, &[Key::Down, Key::PageDown]);
+        press(&mut v, &[KeyCode::Down, KeyCode::PageDown]);
         assert_eq!(names(&mut v, 7), ["04", "05", "06"]);
-        press(&mut v, &[Key::End]);
+        press(&mut v, &[KeyCode::End]);
         assert_eq!(names(&mut v, 7), ["17", "18", "19"]);
-        press(&mut v, &[Key::Home, Key::Char('r'), Key::Left, Key::Left]);
+        press(&mut v, &[KeyCode::Home, KeyCode::Char('r'), KeyCode::Left, KeyCode::Left]);
         assert_eq!(names(&mut v, 7), ["00", "01", "02"]);
         // While a filter is typed, letters go to the filter, also letters that are keys otherwise.
-        let typed = [Key::Char('/'), Key::Char('R'), Key::Char('e'), Key::Char('q'), Key::Backspace];
+        let typed =
+            [KeyCode::Char('/'), KeyCode::Char('R'), KeyCode::Char('e'), KeyCode::Char('q'), KeyCode::Backspace];
         assert!(!press(&mut v, &typed));
         assert_eq!(names(&mut v, 7), ["01", "03", "05"]);
-        assert!(plain(v.lines(80, 24).last().unwrap()).starts_with("filter: Re_"));
-        press(&mut v, &[Key::Enter]);
+        assert!(lines(&mut v, 24)[23].starts_with("filter: Re_"));
+        press(&mut v, &[KeyCode::Enter]);
         assert_eq!(names(&mut v, 7), ["01", "03", "05"]);
-        press(&mut v, &[Key::Escape, Key::Char(' ')]);
+        press(&mut v, &[KeyCode::Esc, KeyCode::Char(' ')]);
         v.show(Vec::new());
         assert_eq!(names(&mut v, 24).len(), 20);
-        press(&mut v, &[Key::Char(' ')]);
+        press(&mut v, &[KeyCode::Char(' ')]);
         v.show(Vec::new());
         assert_eq!(names(&mut v, 24).len(), 0);
-        assert!(press(&mut v, &[Key::Char('q')]));
+        assert!(press(&mut v, &[KeyCode::Char('q')]));
+    }
+
+    #[test]
+    fn control_and_alt_are_as_in_a_terminal() {
+        let mut v = view(20);
+        let key = |c, modifiers| KeyEvent::new(KeyCode::Char(c), modifiers);
+        "/x".chars().for_each(|c| _ = v.press(KeyCode::Char(c)));
+        assert!(!v.key(key('h', KeyModifiers::CONTROL)) && v.typing && v.filter.is_empty());
+        assert!(!v.key(key('q', KeyModifiers::CONTROL)) && v.filter.is_empty());
+        assert!(!v.key(key('j', KeyModifiers::CONTROL)) && !v.typing);
+        // Escape drops the filter, and q quits.
+        "/x".chars().for_each(|c| _ = v.press(KeyCode::Char(c)));
+        assert!(v.key(key('q', KeyModifiers::ALT)));
+        assert!(v.key(key('c', KeyModifiers::CONTROL)));
     }
 
     #[test]
     fn errors_stand_out_and_a_lost_virtual_layer_is_said() {
         let mut v = view(4);
-        let red: Vec<String> = v.lines(80, 24).into_iter().filter(|l| l.starts_with(RED)).collect();
-        assert!(red.len() == 1 && plain(&red[0]).starts_with("vrnic-03"));
+        let shown = screen(&mut v, 80, 24);
+        let red: Vec<u16> = (0..24).filter(|&y| shown[(0, y)].fg == Color::Red).collect();
+        assert!(red == [3] && lines(&mut v, 24)[3].starts_with("vrnic-03"));
         v.fail(&std::io::Error::other("gone"));
-        assert!(plain(&v.lines(80, 24)[0]).ends_with("NO ANSWER: gone"));
+        assert!(lines(&mut v, 24)[0].ends_with("NO ANSWER: gone"));
         v.show(Vec::new());
-        assert!(!plain(&v.lines(80, 24)[0]).contains("gone"));
+        assert!(!lines(&mut v, 24)[0].contains("gone"));
     }
 
     #[test]
