@@ -17,7 +17,7 @@ fn free_address() -> Result<SocketAddr> {
 /// The metrics of a host, by name and labels.
 fn scrape(lab: &Lab, address: &str) -> Result<BTreeMap<String, f64>> {
     let (host, port) = address.rsplit_once(':').ok_or("an address has a port")?;
-    let request = format!("exec 3<>/dev/tcp/{host}/{port}; printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3");
+    let request = format!("exec 3<>/dev/tcp/{host}/{port}; printf 'GET /metrics HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3");
     let o = lab.shell(&format!("bash -c {}", shell_word(&request)));
     let (head, body) = o.text.split_once("\r\n\r\n").ok_or(format!("no answer: {}", o.text))?;
     require(head.starts_with("HTTP/1.1 200 OK"), head)?;

@@ -1,63 +1,83 @@
-//! A minimal HTTP server for scrapers: a client requests one page, gets it, and the connection is closed.
+//! An HTTP server for scrapers: a client requests one page, gets it, and the connection is closed.
 //!
-//! Each connection has a thread while it lasts, which is a few seconds at most. The number of connections is limited,
-//! in total and for each address. So a client that opens many connections, sends nothing or reads nothing excludes only
-//! itself.
+//! The number of connections is limited, in total and for each address, and so is the time of each. So a client that
+//! opens many connections, sends nothing or reads nothing excludes only itself. Everything runs in one thread, except
+//! that pages are made in others.
 
 use std::collections::HashMap;
-use std::io::{self, Read, Write};
-use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::convert::Infallible;
+use std::io;
+use std::net::{IpAddr, Ipv6Addr, TcpListener};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
+use http_body_util::Full;
+use hyper::body::Bytes;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
 use unirdma_device::lock;
 
 /// Most connections, and most from one address.
 const MOST: usize = 64;
 const MOST_EACH: usize = 8;
-/// Most bytes of a request.
+/// Most bytes of a request's head.
 const MAX_REQUEST: usize = 8 << 10;
-/// Time limit for receiving a request, and for sending the answer.
+/// Time limit for receiving a request's head, and for what comes after it.
 const REQUEST: Duration = Duration::from_secs(5);
 const ANSWER: Duration = Duration::from_secs(20);
-/// Bytes of an answer that are written between two checks of the clock.
-const CHUNK: usize = 256 << 10;
 /// Time after which a page is dropped if nobody asks for it.
-const KEEP: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
+const KEEP: Duration = Duration::from_secs(2);
 /// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The content that is served.
 pub(super) trait Source: Send + Sync + 'static {
     /// The current page.
-    fn page(&self) -> Arc<str>;
+    fn page(&self) -> Bytes;
     /// Drops a stored page that is not fresh any more; true if nothing is stored.
     fn forget(&self) -> bool;
 }
 
 /// Serves until it is dropped.
 pub(super) struct Server {
-    stop: Arc<OwnedFd>,
+    stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
     pub fn start(listener: TcpListener, source: Arc<dyn Source>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
-        let stopped = stop.clone();
-        let serve = move || serve(&listener, &stopped, &source);
-        let thread = std::thread::Builder::new().name("metrics".into()).spawn(serve)?;
-        Ok(Server { stop, thread: Some(thread) })
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let listener = {
+            let _runtime = runtime.enter();
+            tokio::net::TcpListener::from_std(listener)?
+        };
+        let (stop, stopped) = oneshot::channel();
+        let run = move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    _ = stopped => {}
+                    () = serve(&listener, &source) => {}
+                }
+            });
+            // A page that is being made waits for workers, by its own deadline.
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("metrics".into()).spawn(run)?;
+        Ok(Server { stop: Some(stop), thread: Some(thread) })
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        drop(self.stop.take());
         self.thread.take().map(JoinHandle::join);
     }
 }
@@ -100,124 +120,69 @@ fn network_of(address: IpAddr) -> IpAddr {
     }
 }
 
-fn serve(listener: &TcpListener, stop: &OwnedFd, source: &Arc<dyn Source>) {
+async fn serve(listener: &tokio::net::TcpListener, source: &Arc<dyn Source>) {
     let open: Arc<Open> = Arc::default();
     loop {
-        let mut wait = [PollFd::new(stop, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
-        let limit = if source.forget() { None } else { Some(&KEEP) };
-        match poll(&mut wait, limit) {
-            Ok(_) if !wait[0].revents().is_empty() => return,
-            Ok(0) => continue,
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => {
-                tracing::error!(error = %e, "metrics are not served any more");
-                return;
-            }
-        }
-        let (stream, from) = match listener.accept() {
-            Ok(got) => got,
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => continue,
-            Err(e) => {
+        let keep = if source.forget() { Duration::MAX } else { KEEP };
+        let (stream, from) = match timeout(keep, listener.accept()).await {
+            Ok(Ok(accepted)) => accepted,
+            Ok(Err(e)) if e.kind() == io::ErrorKind::ConnectionAborted => continue,
+            Ok(Err(e)) => {
                 tracing::warn!(error = %e, "a scraper cannot be served");
-                std::thread::sleep(PAUSE);
+                sleep(PAUSE).await;
                 continue;
             }
+            Err(_) => continue,
         };
-        let Some(counted) = open.count(from.ip()) else { continue };
-        let source = source.clone();
-        let answer = move || {
-            let _counted = counted;
-            let _ = converse(stream, &*source);
-        };
-        if let Err(e) = std::thread::Builder::new().name("scrape".into()).spawn(answer) {
-            tracing::warn!(error = %e, "a scraper cannot be served");
+        if let Some(counted) = open.count(from.ip()) {
+            tokio::spawn(converse(stream, source.clone(), counted));
         }
     }
 }
 
 /// Reads a request and answers it.
-fn converse(mut stream: TcpStream, source: &dyn Source) -> io::Result<()> {
-    stream.set_nonblocking(false)?;
-    let asked = read(&mut stream)?.map_or(Err("431 Request Header Fields Too Large"), |r| understand(&r));
-    let (status, kind, body): (&str, &str, Arc<str>) = match asked {
-        Ok(_) => ("200 OK", unirdma_metrics::CONTENT_TYPE, source.page()),
-        Err(status) => (status, "text/plain; charset=utf-8", format!("{status}\n").into()),
+async fn converse(stream: TcpStream, source: Arc<dyn Source>, _counted: Counted) {
+    let service = service_fn(|request| answer(request, source.clone()));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(REQUEST)
+        .max_buf_size(MAX_REQUEST)
+        .keep_alive(false)
+        .title_case_headers(true)
+        .auto_date_header(false)
+        .serve_connection(TokioIo::new(stream), service);
+    let _ = timeout(REQUEST + ANSWER, connection).await;
+}
+
+async fn answer<B>(request: Request<B>, source: Arc<dyn Source>) -> Result<Response<Full<Bytes>>, Infallible> {
+    let (status, body) = match (request.method(), request.uri().path()) {
+        // Making the page may take long; other connections go on meanwhile.
+        (&Method::GET | &Method::HEAD, "/metrics") => match tokio::task::spawn_blocking(move || source.page()).await {
+            Ok(page) => (StatusCode::OK, page),
+            Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the page cannot be made\n".into()),
+        },
+        (&Method::GET | &Method::HEAD, _) => (StatusCode::NOT_FOUND, "404 Not Found: metrics are at /metrics\n".into()),
+        _ => (StatusCode::METHOD_NOT_ALLOWED, "405 Method Not Allowed\n".into()),
     };
-    let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-        body.len()
-    );
-    let parts = [head.as_bytes(), if asked == Ok(Asked::Head) { &[] } else { body.as_bytes() }];
-    let until = Instant::now() + ANSWER;
-    for chunk in parts.into_iter().flat_map(|p| p.chunks(CHUNK)) {
-        stream.set_write_timeout(Some(left(until)?))?;
-        stream.write_all(chunk)?;
-    }
-    // Without this, unread bytes that the scraper sent beyond its request would reset the connection before it has read
-    // the answer.
-    stream.shutdown(std::net::Shutdown::Write)
-}
-
-/// Time left until a deadline; an error if that has passed.
-fn left(until: Instant) -> io::Result<Duration> {
-    let left = until.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
-}
-
-/// Reads a request up to the empty line after its head; `None` if it is too long.
-fn read(stream: &mut TcpStream) -> io::Result<Option<Vec<u8>>> {
-    let until = Instant::now() + REQUEST;
-    let mut request = Vec::new();
-    let mut buffer = [0; 1024];
-    while !request.windows(4).any(|w| w == b"\r\n\r\n") {
-        stream.set_read_timeout(Some(left(until)?))?;
-        match stream.read(&mut buffer)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            n if request.len() + n > MAX_REQUEST => return Ok(None),
-            n => request.extend_from_slice(&buffer[..n]),
-        }
-    }
-    Ok(Some(request))
-}
-
-/// The kind of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Asked {
-    Page,
-    Head,
-}
-
-/// Parses the first line of a request.
-///
-/// # Errors
-/// The status with which it is refused.
-fn understand(request: &[u8]) -> Result<Asked, &'static str> {
-    let line = request.split(|&b| b == b'\r').next().and_then(|l| std::str::from_utf8(l).ok());
-    let words: Vec<&str> = line.unwrap_or_default().split(' ').collect();
-    let [method, target, version] = words[..] else { return Err("400 Bad Request") };
-    if !version.starts_with("HTTP/1.") {
-        return Err("400 Bad Request");
-    }
-    let path = target.split_once('?').map_or(target, |t| t.0);
-    match (method, path) {
-        ("GET", "/metrics") => Ok(Asked::Page),
-        ("HEAD", "/metrics") => Ok(Asked::Head),
-        ("GET" | "HEAD", _) => Err("404 Not Found: metrics are at /metrics"),
-        _ => Err("405 Method Not Allowed"),
-    }
+    let kind = if status == StatusCode::OK { unirdma_metrics::CONTENT_TYPE } else { "text/plain; charset=utf-8" };
+    let mut response = Response::new(Full::new(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    Ok(response)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::SocketAddr;
+    use std::io::{Read, Write};
+    use std::net::{SocketAddr, TcpStream};
     use std::sync::atomic::{AtomicU32, Ordering};
 
     #[derive(Default)]
     struct Counts(AtomicU32);
 
     impl Source for Counts {
-        fn page(&self) -> Arc<str> {
+        fn page(&self) -> Bytes {
             self.0.fetch_add(1, Ordering::SeqCst);
             "unirdma_x 1\n".into()
         }
@@ -258,7 +223,6 @@ mod tests {
             ("POST /metrics HTTP/1.1\r\n\r\n", "405"),
             ("GET /metrics\r\n\r\n", "400"),
             ("nonsense\r\n\r\n", "400"),
-            ("\r\n\r\n", "400"),
             ("GET /metrics HTTP/2\r\n\r\n", "400"),
         ] {
             let answer = ask(address, request);

@@ -16,6 +16,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hyper::body::Bytes;
 use unirdma_device::lock;
 
 use crate::supervisor::Supervisor;
@@ -43,18 +44,18 @@ struct Page {
     supervisor: Arc<Supervisor>,
     reader: Arc<Reader>,
     most: usize,
-    kept: Mutex<Option<(Instant, Arc<str>)>>,
+    kept: Mutex<Option<(Instant, Bytes)>>,
 }
 
 impl http::Source for Page {
-    fn page(&self) -> Arc<str> {
+    fn page(&self) -> Bytes {
         // Scrapers that come meanwhile wait for the lock, and get the same page.
         let mut kept = lock(&self.kept);
         if let Some((_, page)) = kept.as_ref().filter(|k| k.0.elapsed() < FRESH) {
             return page.clone();
         }
         let figures = self.supervisor.figures(&self.reader, self.most);
-        let page: Arc<str> = text::page(&figures, self.most).into();
+        let page: Bytes = text::page(&figures, self.most).into();
         *kept = Some((Instant::now(), page.clone()));
         page
     }
