@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 
 use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+use time::UtcDateTime;
 
 use crate::error::Refusal;
 use crate::model::{TOKENS, check_name};
@@ -148,25 +150,14 @@ impl Actor {
 
 /// A time in readable form, in UTC.
 pub(crate) fn date(seconds: u64) -> String {
-    let (days, rest) = ((seconds / 86_400).min(3_000_000), seconds % 86_400);
-    // Days since 1 March of the year 0, in eras of 400 years: the civil calendar without tables.
-    let z = days + 719_468;
-    let (era, doe) = (z / 146_097, z % 146_097);
-    let yoe = (doe - doe / 1_460 + doe / 36_524 - doe / 146_096) / 365;
-    let doy = doe - (365 * yoe + yoe / 4 - yoe / 100);
-    let mp = (5 * doy + 2) / 153;
-    let (day, month) = (doy - (153 * mp + 2) / 5 + 1, if mp < 10 { mp + 3 } else { mp - 9 });
-    let year = yoe + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", rest / 3600, rest / 60 % 60, rest % 60)
+    let t = i64::try_from(seconds).ok().and_then(|s| UtcDateTime::from_unix_timestamp(s).ok());
+    let t = t.unwrap_or(UtcDateTime::MAX);
+    let (year, month, day) = (t.year(), u8::from(t.month()), t.day());
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", t.hour(), t.minute(), t.second())
 }
 
 fn hash(secret: &str) -> Vec<u8> {
     Sha256::digest(secret.as_bytes()).to_vec()
-}
-
-/// Compares in constant time, so that the time does not tell where the arguments differ.
-fn same(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).fold(0, |all, (x, y)| all | (x ^ y)) == 0
 }
 
 impl State {
@@ -174,9 +165,10 @@ impl State {
     fn token(&self, secret: &str, now_ms: u64) -> Result<(&v1::Token, &v1::TokenRecord), Refusal> {
         let unknown = || Refusal::unknown("the token is not known here; make one with `unirdma token create`");
         let (id, _) = secret.split_once('.').ok_or_else(unknown)?;
-        // The hash is computed even if there is no such token, so that the time does not tell which tokens exist.
+        // The hash is computed even if there is no such token, and compared in constant time, so that the time does not
+        // tell which tokens exist or where the hashes differ.
         let hash = hash(secret);
-        let record = self.tokens.get(id).filter(|t| same(&t.hash, &hash)).ok_or_else(unknown)?;
+        let record = self.tokens.get(id).filter(|t| t.hash.ct_eq(&hash).into()).ok_or_else(unknown)?;
         let token = record.token.as_ref().ok_or_else(unknown)?;
         let now = now_ms / 1000;
         if token.expires != 0 && token.expires <= now {
