@@ -233,7 +233,8 @@ impl Rxe {
         let lab = self.lab()?;
         // The port of the previous program must not be taken for the port of this one.
         self.wait_for_listeners(false)?;
-        let server = self.spawn(server)?;
+        // A server whose client has failed must not outlive its test.
+        let server = self.spawn(&format!("timeout 60 {server}"))?;
         self.wait_listening()?;
         let client = lab.spawn("v", &["--net", "host"], client)?.finish();
         Ok((server.finish(), client))
