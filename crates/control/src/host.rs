@@ -47,7 +47,7 @@ struct Connection {
     shared: Arc<Shared>,
     host: String,
     send: Sender,
-    seat: Registration,
+    registration: Registration,
     told: Option<u64>,
 }
 
@@ -78,14 +78,15 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
     };
     tracing::info!("host {host} is here, version {}", hello.version);
     let instance = hello.instance;
-    let seat = shared.register(&host);
-    let mut connection = Connection { shared: shared.clone(), host: host.clone(), send, seat, told: greeted.told };
+    let registration = shared.register(&host);
+    let mut connection =
+        Connection { shared: shared.clone(), host: host.clone(), send, registration, told: greeted.told };
     if let Err(End::Refused(e)) = connection.run(hello, &mut receive).await {
         tracing::warn!("host {host} is cut off: {e}");
         shared.metrics.host_refused();
         let _ = connection.say(to_host::Message::Refused(e.what)).await;
     }
-    if shared.has_seat(&host, &connection.seat) {
+    if shared.is_registered(&host, &connection.registration) {
         shared.centre().goodbye(&host, instance, now_ms());
         tracing::info!("host {host} is gone");
     }
@@ -124,7 +125,7 @@ impl Connection {
             true => self.meanwhile(room.acquire_owned()).await?.ok(),
             false => None,
         };
-        if !self.shared.has_seat(&self.host, &self.seat) {
+        if !self.shared.is_registered(&self.host, &self.registration) {
             // The host has connected again while this connection waited.
             return Err(End::Gone);
         }
@@ -193,10 +194,10 @@ impl Connection {
         self.tell().await?;
         let mut alive = tokio::time::interval(ALIVE);
         alive.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let wake = self.seat.wake.clone();
+        let wake = self.registration.wake.clone();
         let mut heard = tokio::time::Instant::now();
         loop {
-            if !self.shared.has_seat(&self.host, &self.seat) {
+            if !self.shared.is_registered(&self.host, &self.registration) {
                 let text = format!("host {} has connected anew, or another host has its certificate", self.host);
                 return Err(Refusal::conflict(text).into());
             }

@@ -69,7 +69,7 @@ pub struct Shared {
     pub(crate) others: Others,
     /// The lease of this centre in etcd; 0: none yet.
     pub(crate) lease: AtomicI64,
-    seats: Mutex<HashMap<String, Registration>>,
+    registrations: Mutex<HashMap<String, Registration>>,
     seat_numbers: AtomicU64,
     pub(crate) watchers: Arc<Watchers>,
     /// Permits of hosts that are sent a complete update.
@@ -127,7 +127,7 @@ impl Shared {
             url,
             others: Others::new(tls),
             lease: AtomicI64::new(0),
-            seats: Mutex::default(),
+            registrations: Mutex::default(),
             seat_numbers: AtomicU64::new(0),
             watchers: Arc::default(),
             wholes: Arc::new(tokio::sync::Semaphore::new(MAX_WHOLES)),
@@ -339,11 +339,11 @@ impl Shared {
     }
 
     fn tell(&self, hosts: &[unirdma_fleet::Name], revision: u64) {
-        let seats = locked(&self.seats);
-        for seat in hosts.iter().filter_map(|h| seats.get(&**h)) {
-            seat.wake.notify_one();
+        let registrations = locked(&self.registrations);
+        for registration in hosts.iter().filter_map(|h| registrations.get(&**h)) {
+            registration.wake.notify_one();
         }
-        drop(seats);
+        drop(registrations);
         self.revision.send_if_modified(|r| std::mem::replace(r, revision.max(*r)) < revision);
     }
 
@@ -375,23 +375,23 @@ impl Shared {
     /// Registers a new connection of a host. Its former connection ends.
     pub(crate) fn register(&self, host: &str) -> Registration {
         let number = self.seat_numbers.fetch_add(1, Ordering::Relaxed);
-        let seat = Registration { number, wake: Arc::new(Notify::new()) };
-        if let Some(old) = locked(&self.seats).insert(host.into(), seat.clone()) {
+        let registration = Registration { number, wake: Arc::new(Notify::new()) };
+        if let Some(old) = locked(&self.registrations).insert(host.into(), registration.clone()) {
             old.wake.notify_one();
         }
-        seat
+        registration
     }
 
     /// Closes this host's connection, because it has connected to another centre.
     pub(crate) fn evict(&self, host: &str) {
-        if let Some(old) = locked(&self.seats).remove(host) {
+        if let Some(old) = locked(&self.registrations).remove(host) {
             old.wake.notify_one();
         }
     }
 
     /// Whether a connection is still the registered one.
-    pub(crate) fn has_seat(&self, host: &str, seat: &Registration) -> bool {
-        locked(&self.seats).get(host).is_some_and(|s| s.number == seat.number)
+    pub(crate) fn is_registered(&self, host: &str, registration: &Registration) -> bool {
+        locked(&self.registrations).get(host).is_some_and(|s| s.number == registration.number)
     }
 
     /// The actor that a token stands for.

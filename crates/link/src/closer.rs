@@ -29,7 +29,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     /// What is to be dropped, by account. An account is present while something of it waits or is being dropped.
-    lanes: HashMap<usize, VecDeque<Slow>>,
+    queues: HashMap<usize, VecDeque<Slow>>,
     /// Accounts for which something waits and nothing is being dropped.
     ready: VecDeque<usize>,
     threads: usize,
@@ -46,10 +46,10 @@ impl Closer {
     /// Lets a thread drop `what`, after everything that was given for the same account before.
     pub(crate) fn close(&self, account: usize, what: Slow) {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
-        match state.lanes.get_mut(&account) {
-            Some(lane) => lane.push_back(what),
+        match state.queues.get_mut(&account) {
+            Some(queue) => queue.push_back(what),
             None => {
-                state.lanes.insert(account, VecDeque::from([what]));
+                state.queues.insert(account, VecDeque::from([what]));
                 state.ready.push_back(account);
             }
         }
@@ -75,7 +75,7 @@ impl Closer {
 
     /// True if nothing waits or is being dropped.
     pub(crate) fn is_idle(&self) -> bool {
-        self.0.state.lock().unwrap().lanes.is_empty()
+        self.0.state.lock().unwrap().queues.is_empty()
     }
 }
 
@@ -95,12 +95,12 @@ impl Shared {
                 }
                 continue;
             };
-            let slow = state.lanes.get_mut(&account).and_then(VecDeque::pop_front);
+            let slow = state.queues.get_mut(&account).and_then(VecDeque::pop_front);
             drop(state);
             drop(slow);
             state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            if state.lanes.get(&account).is_some_and(VecDeque::is_empty) {
-                state.lanes.remove(&account);
+            if state.queues.get(&account).is_some_and(VecDeque::is_empty) {
+                state.queues.remove(&account);
             } else {
                 state.ready.push_back(account);
             }

@@ -28,10 +28,6 @@ fn title(server: &str) -> String {
     format!("podman: {server}")
 }
 
-fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
-    move |e| format!("{what}: {e}")
-}
-
 /// The page with the command line for podman.
 const PAGE: &str = "docs/user/podman.md";
 

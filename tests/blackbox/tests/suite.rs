@@ -72,7 +72,7 @@ impl Tests {
                 return Ok(Completion::ignored_with(why));
             }
             let _alone = lock(&ALONE);
-            let _limit = limit_time(of.clone());
+            let _limit = limit_time(of);
             // An error is printed at once, and by the library at the end.
             f().map(|()| Completion::Completed).inspect_err(|e| println!("\n{e}")).map_err(Into::into)
         };

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub(crate) use std::time::Duration;
 
 pub(crate) use harness::{
-    Lab, Link, Output, Result, Running, TwoHosts, compile, own_user, packages, require, shown, soon, wait_for,
+    Lab, Link, Output, Result, Running, TwoHosts, compile, failed, own_user, packages, require, shown, soon, wait_for,
 };
 
 pub(crate) use crate::suite::{Check, Shared, Tests};

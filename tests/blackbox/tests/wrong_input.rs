@@ -22,10 +22,8 @@ pub(crate) fn tests(t: &mut Tests) {
         t.on(abc, format!("wrong_input_{name}"), move |lab| refused(&lab.unirdma(args), text));
     }
     t.test("wrong_input_no_virtual_layer", || {
-        let o = Command::new(harness::unirdma()).args(["--dir", "/nonexistent", "vrnic", "ls"]).output();
-        let o = o.map_err(|e| e.to_string())?;
-        let text = String::from_utf8_lossy(&o.stderr).into_owned();
-        refused(&Output { code: o.status.code(), text }, "start one with `unirdma host`")
+        let o = Output::of(Command::new(harness::unirdma()).args(["--dir", "/nonexistent", "vrnic", "ls"]));
+        refused(&o, "start one with `unirdma host`")
     });
     t.on(abc, "wrong_input_two_containers_on_one_vrnic", |lab| {
         let mut first = idle(lab, "a")?;

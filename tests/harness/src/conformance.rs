@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
-use crate::{Lab, Result, reruns};
+use crate::{Lab, Result, failed, reruns};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
@@ -16,10 +16,6 @@ const SHRINKS: &str = "# Decrease the CQ size to less than the CQ unpolled entri
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 /// Number of 2 MiB pages that the tests need.
 const WANTED_PAGES: u32 = 64;
-
-fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
-    move |e| format!("{what}: {e}")
-}
 
 fn run(words: &[&str]) -> Result<()> {
     let o = Command::new(words[0]).args(&words[1..]).output().map_err(failed(words[0]))?;

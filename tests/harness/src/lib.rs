@@ -26,7 +26,7 @@ pub use lab::Lab;
 pub use process::{Output, Running, listens, signal, terminate};
 pub use programs::{build, build_example, build_for_containers, build_in, cores, own_user, root, uid, unirdma};
 pub use two_hosts::{Link, TwoHosts, ip};
-pub use wait::{require, wait_until, within};
+pub use wait::{failed, require, wait_until, within};
 
 /// A result whose error is for people.
 pub type Result<T> = std::result::Result<T, String>;

@@ -3,8 +3,8 @@
 
 use std::path::PathBuf;
 
-use crate::Result;
-use crate::vm::{Kernel, Parts, failed, run};
+use crate::vm::{Kernel, Parts, run};
+use crate::{Result, failed};
 
 /// The module for this machine's kernel, built if it is not there yet.
 ///

@@ -1,4 +1,4 @@
-//! Checks, and waits for conditions.
+//! Checks, the texts of errors, and waits for conditions.
 
 use std::time::{Duration, Instant};
 
@@ -7,6 +7,11 @@ use crate::Result;
 /// Fails with this message unless `ok`.
 pub fn require(ok: bool, what: impl Into<String>) -> Result<()> {
     if ok { Ok(()) } else { Err(what.into()) }
+}
+
+/// The text of an error of the system, after what failed.
+pub fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
+    move |e| format!("{what}: {e}")
 }
 
 /// Waits until `is_so` returns true. Returns the time that it took.

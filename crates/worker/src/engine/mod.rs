@@ -48,7 +48,7 @@ pub(crate) struct Engine {
     /// The RNIC.
     pub rnic: Arc<SharedRnic>,
     pollers: Arc<Pollers>,
-    /// Runs the deferred commands of sessions.
+    /// Runs the background lookups that commands of sessions wait for.
     background: Arc<Background>,
 }
 

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::image::Image;
 use super::machine::{Config, Machine, Task};
-use super::{Kernel, Parts, failed};
-use crate::{Lab, Output, Result};
+use super::{Kernel, Parts};
+use crate::{Lab, Output, Result, failed};
 
 /// Debian's programs that guests have.
 const PROGRAMS: &[&str] = &[

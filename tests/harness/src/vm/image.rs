@@ -5,8 +5,8 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use super::machine::{self, PORTS};
-use super::{Kernel, failed, run, write};
-use crate::Result;
+use super::{Kernel, run, write};
+use crate::{Result, failed};
 
 /// Script that waits for commands at a port of the virtual machine. It reads a line, and writes the output and a last
 /// line with the exit code.

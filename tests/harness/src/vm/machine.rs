@@ -10,8 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::failed;
-use crate::{Output, Result};
+use crate::{Output, Result, failed};
 
 /// Number of commands that may run at a time.
 pub(super) const PORTS: usize = 8;

@@ -15,17 +15,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Lab;
-use crate::{Result, packages};
+use crate::{Result, failed, packages};
 
 pub use guest::{Guest, Plan, System, Systems};
 pub use image::Image;
 pub use machine::Task;
 pub use parts::{Kernel, Parts};
 pub use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
-
-pub(crate) fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
-    move |e| format!("{what}: {e}")
-}
 
 /// Runs a program in `dir`. Returns its output.
 pub(crate) fn run(dir: &Path, words: &[&str]) -> Result<String> {

@@ -10,8 +10,8 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::{failed, run, write};
-use crate::{Result, packages};
+use super::{run, write};
+use crate::{Result, failed, packages};
 
 /// Debian's packages with its kernel and the build environment of its modules.
 const KERNEL: &[&str] = &[

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::image::Image;
 use super::machine::{Config, Machine, Task};
-use super::{Parts, failed, write};
-use crate::{Lab, Output, Result, siw, within};
+use super::{Parts, write};
+use crate::{Lab, Output, Result, failed, siw, within};
 
 /// Address of the guest.
 pub const GUEST: &str = "10.0.0.2";
