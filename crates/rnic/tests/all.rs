@@ -1,0 +1,34 @@
+//! All tests of the RNIC's behaviour, a file for each topic. They are one program, so that it is linked once.
+
+mod atomic_write;
+mod bells;
+mod capture;
+mod cm;
+mod commands;
+mod corpus;
+mod fabric;
+mod fast;
+mod gsi;
+mod holes;
+mod jobs;
+mod kept;
+mod model;
+mod moves;
+mod moving;
+mod packets;
+mod pair;
+mod pause;
+mod pieces;
+mod port;
+mod quotas;
+mod record;
+mod refusals;
+mod rules;
+mod srq;
+mod stage;
+mod teardown;
+mod unreliable;
+mod ways;
+mod window;
+mod wire;
+mod xrc;
