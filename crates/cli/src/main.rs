@@ -257,19 +257,19 @@ struct AddArgs {
     #[arg(long)]
     group: Option<String>,
     /// Most queue pairs
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_qp: Option<u32>,
     /// Most completion queues
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_cq: Option<u32>,
     /// Most memory regions and memory windows together
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_mr: Option<u32>,
     /// Most bytes of registered memory, all memory regions together
     #[arg(long, value_name = "BYTES")]
     max_mr_bytes: Option<u64>,
     /// Most programs that use it at a time
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_sessions: Option<u32>,
     /// Its eth0 may send with any IP address, answer ARP for any, and advertise routes: for routers and proxies only
     #[arg(long)]

@@ -1,6 +1,4 @@
-//! Wrong input at the command line: one clear line.
-
-use std::process::Command;
+//! Wrong input for a virtual layer: one clear line. What needs none is in `crates/cli/tests/wrong_input`.
 
 use crate::support::*;
 
@@ -21,10 +19,6 @@ pub(crate) fn tests(t: &mut Tests) {
     for (name, args, text) in cases {
         t.on(abc, format!("wrong_input_{name}"), move |lab| refused(&lab.unirdma(args), text));
     }
-    t.test("wrong_input_no_virtual_layer", || {
-        let o = Output::of(Command::new(harness::unirdma()).args(["--dir", "/nonexistent", "vrnic", "ls"]));
-        refused(&o, "start one with `unirdma host`")
-    });
     t.on(abc, "wrong_input_two_containers_on_one_vrnic", |lab| {
         let mut first = idle(lab, "a")?;
         let second = lab.unirdma(&["run", "--vrnic", "a", "--", "true"]);

@@ -150,31 +150,11 @@ mod tests {
         page.lines().filter_map(|l| l.strip_prefix("# TYPE ")?.split_once(' ')).collect()
     }
 
+    /// There are no figures of a group whose figures are unknown: a counter that is 0 for a moment would look like a
+    /// restart.
     #[test]
-    fn figures_have_their_labels_and_groups_their_sums() {
-        let page = page(&host(&[("blue", 2), ("red", 1)]), 10);
-        for line in [
-            "unirdma_vrnic_sent_bytes_total{group=\"blue\",vrnic=\"v0\",path=\"local\"} 70",
-            "unirdma_vrnic_sent_bytes_total{group=\"red\",vrnic=\"v0\",path=\"wire\"} 30",
-            "unirdma_group_sent_bytes_total{group=\"blue\",path=\"local\"} 140",
-            "unirdma_vrnic_cpu_seconds_total{group=\"blue\",vrnic=\"v1\"} 1.500000001",
-            "unirdma_group_cpu_seconds_total{group=\"blue\"} 3.000000002",
-            "unirdma_group_queue_pairs{group=\"blue\"} 4",
-            "unirdma_worker_up{group=\"blue\"} 1",
-            "unirdma_worker_up{group=\"gone\"} 0",
-            "unirdma_worker_rnic_lock_held_seconds_bucket{group=\"red\",le=\"0.000001024\"} 0",
-            "unirdma_worker_rnic_lock_held_seconds_bucket{group=\"red\",le=\"+Inf\"} 7",
-            "unirdma_vrnics 6",
-            "unirdma_metrics_vrnics_left_out 3",
-            "unirdma_peers 4",
-            "unirdma_build_info{version=\"0.1.0\"} 1",
-        ] {
-            assert!(page.lines().any(|l| l == line), "{line}\n{page}");
-        }
-        assert!(!page.contains("unirdma_group_sessions_limit"));
-        // There are no figures of a group whose figures are unknown. A counter that is 0 for a moment would look like a
-        // restart.
-        assert_eq!(page.matches("\"gone\"").count(), 1);
+    fn the_page_is_as_it_was_read() {
+        insta::assert_snapshot!(page(&host(&[("blue", 2), ("red", 1)]), 1));
     }
 
     /// See https://prometheus.io/docs/practices/naming and the rules of `promtool check metrics`.
