@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Instant;
 
-use harness::{Result, packages, vm};
+use harness::{Output, Result, packages, vm};
 
 /// Processor time of all children that have ended, and of theirs, seconds (proc_pid_stat(5)).
 fn cpu_s() -> u64 {
@@ -29,14 +29,30 @@ fn has(component: &str) -> bool {
     Command::new("cargo").args([component, "--version"]).output().is_ok_and(|o| o.status.success())
 }
 
+/// Arguments of cargo for the black-box tests. As a part of the workspace, so that what the unit tests were built with
+/// serves here, too.
+const BLACK_BOX: [&str; 5] = ["test", "--workspace", "--test", "blackbox", "--"];
+
 /// Runs the black-box tests whose names contain `only`, with these parameters.
 fn black_box(only: Option<&str>, parameters: &[(&str, &str)]) -> Result<()> {
-    // As a part of the workspace, so that what the unit tests were built with serves here, too.
-    let mut args = vec!["test", "--workspace", "--test", "blackbox", "--"];
+    let mut args = BLACK_BOX.to_vec();
     if let Some(text) = only {
         args.extend(["--", text]);
     }
     cargo(&args, parameters)
+}
+
+/// Runs one set of black-box tests while another one runs, whose output is printed afterwards.
+fn black_box_sets(now: &str, beside: &str) -> Result<()> {
+    let set = |name| [("BLACKBOX_TOPIC", name)];
+    let mut other = Command::new("cargo");
+    other.args(BLACK_BOX).envs(set(beside)).current_dir(harness::root());
+    let other = std::thread::spawn(move || Output::of(&mut other));
+    let done = black_box(None, &set(now));
+    let other = other.join().map_err(|_| "the thread that waits for black-box tests panicked")?;
+    println!("\n== the black-box tests `{beside}`\n{}", other.text);
+    done?;
+    if other.ok() { Ok(()) } else { Err(format!("the black-box tests `{beside}` failed")) }
 }
 
 pub(crate) fn run(only: Option<&str>) -> Result<()> {
@@ -61,7 +77,8 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     let loom = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target/loom")];
     cargo(&["test", "--package", "unirdma-mem", "--release", "--quiet", "--lib", "loom"], &loom)?;
     let _ = download.join();
-    black_box(None, &[])
+    black_box(None, &[("BLACKBOX_TOPIC", "alone")])?;
+    black_box_sets("machines", "beside")
 }
 
 /// `cargo xtask test memory`: the black-box tests of memory, then random sequences from `seed` on until the time is

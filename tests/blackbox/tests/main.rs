@@ -4,9 +4,9 @@
 //! `cargo test -p blackbox -- TEXT` runs the tests whose names contain TEXT, and fails if there are none; `--list`
 //! prints all names. Each test works without the others. What the selected tests use is built and installed first.
 //!
-//! Environment variables: `BLACKBOX_TOPIC` is the only topic whose tests there are. `BLACKBOX_KERNEL` and
-//! `BLACKBOX_ROUNDS` are for guests, `BLACKBOX_SEED` and `BLACKBOX_SECONDS` for memory; `cargo xtask vm` and
-//! `cargo xtask test memory` set them. `UNIRDMA_TEST_BUILT`: nothing is built first.
+//! Environment variables: `BLACKBOX_TOPIC` is the only topic whose tests there are, or the only set of topics:
+//! `alone`, `machines`, `beside`. `BLACKBOX_KERNEL` and `BLACKBOX_ROUNDS` are for guests, `BLACKBOX_SEED` and
+//! `BLACKBOX_SECONDS` for memory; `cargo xtask` sets them. `UNIRDMA_TEST_BUILT`: nothing is built first.
 
 mod attacks;
 mod c_programs;
@@ -46,8 +46,8 @@ use suite::{Test, Tests};
 /// Adds the tests of a topic.
 type Add = fn(&mut Tests);
 
-/// Topics, in the order in which they run.
-const TOPICS: [(&str, Add); 25] = [
+/// Tests that measure, fill queues, or look at all processes of this machine.
+const ALONE: &[(&str, Add)] = &[
     ("pyverbs", pyverbs::tests),
     ("programs", programs::tests),
     ("connecting", connecting::tests),
@@ -55,9 +55,6 @@ const TOPICS: [(&str, Add); 25] = [
     ("network", network::tests),
     ("rules", rules::tests),
     ("secret", secret::tests),
-    ("sandbox", sandbox::tests),
-    ("podman", podman::tests),
-    ("documents", documents::tests),
     ("workers", workers::tests),
     ("attacks", attacks::tests),
     ("c_programs", c_programs::tests),
@@ -65,22 +62,34 @@ const TOPICS: [(&str, Add); 25] = [
     ("losses", losses::tests),
     ("changes", changes::tests),
     ("watching", watching::tests),
-    ("etcd", etcd::tests),
-    ("page", page::tests),
     ("wrong_input", wrong_input::tests),
-    ("memory", memory::tests),
     ("two_hosts", two_hosts::tests),
     ("fleet", fleet::tests),
-    ("kernel", kernel::tests),
-    ("guest", guest::tests),
+];
+
+/// Tests in virtual machines. [`BESIDE`] may run at the same time.
+const MACHINES: &[(&str, Add)] = &[("kernel", kernel::tests), ("guest", guest::tests)];
+
+/// Tests that may run while others do.
+const BESIDE: &[(&str, Add)] = &[
+    ("sandbox", sandbox::tests),
+    ("podman", podman::tests),
+    ("documents", documents::tests),
+    ("etcd", etcd::tests),
+    ("page", page::tests),
+    ("memory", memory::tests),
 ];
 
 /// All tests.
 fn all() -> Vec<Test> {
     let mut tests = Tests::default();
-    let topic = std::env::var("BLACKBOX_TOPIC").ok();
-    for (_, add) in TOPICS.iter().filter(|(name, _)| topic.as_ref().is_none_or(|t| t == name)) {
-        add(&mut tests);
+    let selected = std::env::var("BLACKBOX_TOPIC").ok();
+    for (set, topics) in [("alone", ALONE), ("machines", MACHINES), ("beside", BESIDE)] {
+        for (topic, add) in topics {
+            if selected.as_deref().is_none_or(|s| s == set || s == *topic) {
+                add(&mut tests);
+            }
+        }
     }
     tests.into_list()
 }

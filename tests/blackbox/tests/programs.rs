@@ -31,18 +31,18 @@ pub(crate) fn programs() -> Vec<String> {
     each(
         &mut v,
         "ib_write_bw",
-        &["", "-a -n 200", "-b", "-q 8 -n 1000", "-s 1 -n 2000", "-I 220 -s 220", "-m 256", "-t 1", "-x 1"],
+        &["", "-a -n 40", "-b", "-q 8 -n 1000", "-s 1 -n 2000", "-I 220 -s 220", "-m 256", "-t 1", "-x 1"],
     );
-    each(&mut v, "ib_read_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-o 16"]);
-    each(&mut v, "ib_send_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-r 16", "-I 64 -s 64"]);
+    each(&mut v, "ib_read_bw", &["", "-a -n 40", "-b", "-e", "-q 8", "-o 16"]);
+    each(&mut v, "ib_send_bw", &["", "-a -n 40", "-b", "-e", "-q 8", "-r 16", "-I 64 -s 64"]);
     each(&mut v, "ib_atomic_bw", &["", "-b", "-e", "-q 8", "-A CMP_AND_SWAP"]);
-    each(&mut v, "ib_write_lat", &["", "-a -C -n 100", "-I 64"]);
-    each(&mut v, "ib_read_lat", &["", "-a -C -n 100", "-e"]);
-    each(&mut v, "ib_send_lat", &["", "-a -C -n 100", "-e"]);
+    each(&mut v, "ib_write_lat", &["", "-a -C -n 20", "-I 64"]);
+    each(&mut v, "ib_read_lat", &["", "-a -C -n 20", "-e"]);
+    each(&mut v, "ib_send_lat", &["", "-a -C -n 20", "-e"]);
     each(&mut v, "ib_atomic_lat", &["", "-e", "-A FETCH_AND_ADD"]);
     each(&mut v, "ibv_uc_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200", "-s 1048576 -n 200 -r 4", "-m 256"]);
     each(&mut v, "ibv_ud_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200"]);
-    each(&mut v, "ib_write_bw -c UC", &["", "-a -n 200", "-q 8 -n 1000"]);
+    each(&mut v, "ib_write_bw -c UC", &["", "-a -n 40", "-q 8 -n 1000"]);
     each(&mut v, "ib_write_lat -c UC", &["", "-a -C -n 20"]);
     each(&mut v, "ib_send_bw -c UC", &["", "-q 8"]);
     each(&mut v, "ib_send_lat -c UC", &["", "-e"]);
@@ -51,7 +51,7 @@ pub(crate) fn programs() -> Vec<String> {
     each(&mut v, "ibv_srq_pingpong -g 0", &["", "-e", "-c -q 4"]);
     each(&mut v, "ibv_xsrq_pingpong -g 0", &["", "-e"]);
     each(&mut v, "ib_send_bw --use-srq", &["", "-q 8", "-c UC"]);
-    each(&mut v, "ib_send_lat -c UD", &["", "-a -C -n 100", "-e"]);
+    each(&mut v, "ib_send_lat -c UD", &["", "-a -C -n 20", "-e"]);
     v
 }
 
