@@ -26,8 +26,8 @@ pub(crate) fn exec() -> Option<String> {
         .iter()
         .find(|(words, _)| args.len() >= words.len() && words.iter().zip(&args).all(|(word, arg)| arg == word))?;
     // As a part of the workspace, so that all programs and tests are built with the same dependencies.
-    let mut build = Command::new("cargo");
-    build.args(["build", "--quiet", "--workspace", "--bin", program]).current_dir(harness::root());
+    let mut build = harness::cargo();
+    build.args(["build", "--quiet", "--workspace", "--bin", program]);
     match build.status() {
         Ok(s) if s.success() => {}
         Ok(_) => return Some(format!("{program} cannot be built")),

@@ -1,7 +1,5 @@
 //! Several control centres on one etcd, and the tests of that store.
 
-use std::process::Command;
-
 use centres::Etcd;
 
 use crate::support::*;
@@ -28,11 +26,11 @@ pub(crate) fn tests(t: &mut Tests) {
 /// Runs the tests of `crates/control/src/store/tests.rs` that need an etcd.
 fn store_tests(dir: &std::path::Path) -> Check {
     let etcd = Etcd::start(dir)?;
-    let mut c = Command::new("timeout");
+    let mut c = harness::cargo();
     // The whole workspace, because a build for one package alone would rebuild its dependencies. Other packages have no
     // such tests; the black-box tests are these.
-    c.args(["900", "cargo", "test", "--workspace", "--exclude", "blackbox", "--tests", "store::tests::etcd"]);
+    c.args(["test", "--workspace", "--exclude", "blackbox", "--tests", "store::tests::etcd"]);
     c.args(["--", "--ignored"]);
-    let o = Output::of(c.env("UNIRDMA_TEST_ETCD", etcd.address()).current_dir(harness::root()));
+    let o = Output::of(c.env("UNIRDMA_TEST_ETCD", etcd.address()));
     require(o.ok() && o.text.contains("4 passed"), o.text)
 }

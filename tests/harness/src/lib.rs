@@ -24,7 +24,7 @@ pub use checks::{compile, compile_as, shown, soon, wait_for};
 pub use figures::{figures, median, named, pollers, print_json, rows, topology};
 pub use lab::Lab;
 pub use process::{Output, Running, listens, signal, terminate};
-pub use programs::{build, build_example, build_for_containers, build_in, cores, own_user, root, uid, unirdma};
+pub use programs::{build, build_example, build_for_containers, build_in, cargo, cores, own_user, root, uid, unirdma};
 pub use two_hosts::{Link, TwoHosts, ip};
 pub use wait::{failed, require, wait_until, within};
 

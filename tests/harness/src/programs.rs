@@ -37,6 +37,17 @@ pub fn build() -> Result<()> {
     cargo_build(&[])
 }
 
+/// Cargo, in the root of this checkout. It sees none of the variables that cargo sets for the programs that it runs:
+/// ring's build script asks for some of them, so all that depends on ring would be built anew with each change of them.
+pub fn cargo() -> Command {
+    let mut c = Command::new("cargo");
+    let is_of_program = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    names.filter(|name| is_of_program(name)).for_each(|name| _ = c.env_remove(name));
+    c.current_dir(root());
+    c
+}
+
 /// Builds what containers need. A new build leaves out the commands about fleets, since their dependencies take longer
 /// than all the rest. A build that has them keeps them.
 ///
@@ -47,9 +58,8 @@ pub fn build_for_containers() -> Result<()> {
     if has_fleet || std::env::var_os(BUILT).is_some() {
         return build();
     }
-    let mut c = Command::new("cargo");
-    c.args(["build", "--release", "--package", "unirdma-cli", "--package", "unirdma-verbs", "--no-default-features"]);
-    succeed(c.current_dir(root()))
+    let packages = ["--package", "unirdma-cli", "--package", "unirdma-verbs"];
+    succeed(cargo().args(["build", "--release", "--no-default-features"]).args(packages))
 }
 
 /// Builds an example program of a package. Returns its path.
@@ -66,7 +76,7 @@ pub fn build_example(package: &str, name: &str) -> Result<PathBuf> {
 /// # Errors
 /// If the build fails.
 pub fn build_in(tree: &Path) -> Result<()> {
-    let mut c = Command::new("cargo");
+    let mut c = cargo();
     c.args(["build", "--release", "--quiet"]).current_dir(tree).env_remove("CARGO_TARGET_DIR");
     succeed(&mut c)
 }
@@ -78,8 +88,7 @@ fn cargo_build(what: &[&str]) -> Result<()> {
     if std::env::var_os(BUILT).is_some() {
         return Ok(());
     }
-    let mut c = Command::new("cargo");
-    succeed(c.args(["build", "--release", "--quiet"]).args(what).current_dir(root()))
+    succeed(cargo().args(["build", "--release", "--quiet"]).args(what))
 }
 
 fn succeed(build: &mut Command) -> Result<()> {
