@@ -52,9 +52,12 @@ enum Command {
     },
     /// Run Debian's RDMA programs in virtual machines whose guests have vRNICs; needs root
     #[command(
-        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm --kernel unstable            the newest kernel that Debian has, which is downloaded first\n  cargo xtask vm --rounds 50 --only again     reloads and restarts, 50 times each\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
+        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm --kernel unstable            the newest kernel that Debian has, which is downloaded first\n  cargo xtask vm --rounds 50 --only again     reloads and restarts, 50 times each\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n  cargo xtask vm rnic                         a machine with the VFs of a real RNIC\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
     )]
+    #[command(args_conflicts_with_subcommands = true)]
     Vm {
+        #[command(subcommand)]
+        what: Option<Machines>,
         /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for the kernel of Debian's unstable release
         #[arg(long, value_name = "RELEASE")]
         kernel: Option<String>,
@@ -90,6 +93,16 @@ enum Command {
 }
 
 #[derive(Subcommand)]
+enum Machines {
+    /// The facts on which the use of a real RNIC's VFs rests, in a virtual machine with four VFs
+    Rnic {
+        /// Only the tests whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+    },
+}
+
+#[derive(Subcommand)]
 enum Test {
     /// Compare programs' views of their own memory with and without a vRNIC; then run random sequences until the time
     /// is over
@@ -120,6 +133,7 @@ fn run(command: Command) -> Result<()> {
         }
         Command::Test { what: None, only } => test::run(only.as_deref()),
         Command::Cluster { hosts } => cluster::run(hosts.into()),
+        Command::Vm { what: Some(Machines::Rnic { only }), .. } => test::real_rnic(only.as_deref()),
         Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
         Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),
         Command::Vm { kernel, only, conformance: true, .. } => {

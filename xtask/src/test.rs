@@ -1,6 +1,5 @@
 //! `cargo xtask test`: all checks. Each prints a closing line.
 
-use std::process::Command;
 use std::time::Instant;
 
 use harness::{Output, Result, packages, vm};
@@ -16,8 +15,8 @@ fn cpu_s() -> u64 {
 
 fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     println!("\n== cargo {}", args.join(" "));
-    let mut c = Command::new("cargo");
-    c.args(args).envs(env.iter().copied()).current_dir(harness::root());
+    let mut c = harness::cargo();
+    c.args(args).envs(env.iter().copied());
     let (began, cpu) = (Instant::now(), cpu_s());
     let status = c.status().map_err(|e| format!("cargo: {e}"))?;
     println!("took {} s, {} s of processor time", began.elapsed().as_secs(), cpu_s() - cpu);
@@ -26,7 +25,7 @@ fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
 
 /// A component of the toolchain that a minimal installation lacks.
 fn has(component: &str) -> bool {
-    Command::new("cargo").args([component, "--version"]).output().is_ok_and(|o| o.status.success())
+    harness::cargo().args([component, "--version"]).output().is_ok_and(|o| o.status.success())
 }
 
 /// Arguments of cargo for the black-box tests. As a part of the workspace, so that what the unit tests were built with
@@ -45,8 +44,8 @@ fn black_box(only: Option<&str>, parameters: &[(&str, &str)]) -> Result<()> {
 /// Runs one set of black-box tests while another one runs, whose output is printed afterwards.
 fn black_box_sets(now: &str, beside: &str) -> Result<()> {
     let set = |name| [("BLACKBOX_TOPIC", name)];
-    let mut other = Command::new("cargo");
-    other.args(BLACK_BOX).envs(set(beside)).current_dir(harness::root());
+    let mut other = harness::cargo();
+    other.args(BLACK_BOX).envs(set(beside));
     let other = std::thread::spawn(move || Output::of(&mut other));
     let done = black_box(None, &set(now));
     let other = other.join().map_err(|_| "the thread that waits for black-box tests panicked")?;
@@ -98,4 +97,9 @@ pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> R
     let mut parameters = vec![("BLACKBOX_TOPIC", "guest"), ("BLACKBOX_ROUNDS", &rounds)];
     parameters.extend(kernel.map(|k| ("BLACKBOX_KERNEL", k)));
     black_box(only, &parameters)
+}
+
+/// `cargo xtask vm rnic`: the black-box tests with the VFs of a real RNIC.
+pub(crate) fn real_rnic(only: Option<&str>) -> Result<()> {
+    black_box(only, &[("BLACKBOX_TOPIC", "rnic")])
 }

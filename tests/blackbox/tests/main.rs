@@ -26,6 +26,7 @@ mod page;
 mod podman;
 mod programs;
 mod pyverbs;
+mod rnic;
 mod rules;
 mod sandbox;
 mod secret;
@@ -68,7 +69,7 @@ const ALONE: &[(&str, Add)] = &[
 ];
 
 /// Tests in virtual machines. [`BESIDE`] may run at the same time.
-const MACHINES: &[(&str, Add)] = &[("kernel", kernel::tests), ("guest", guest::tests)];
+const MACHINES: &[(&str, Add)] = &[("kernel", kernel::tests), ("guest", guest::tests), ("rnic", rnic::tests)];
 
 /// Tests that may run while others do.
 const BESIDE: &[(&str, Add)] = &[

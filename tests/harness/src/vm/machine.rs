@@ -116,16 +116,19 @@ impl Machine {
     pub fn wait_up(&self) -> Result<()> {
         let start = Instant::now();
         let mut answer: Option<Task> = None;
-        while answer.as_ref().is_none_or(|a| !a.has_ended()) {
+        loop {
             if self.has_ended() || start.elapsed() > BOOT {
                 return Err(format!("the virtual machine did not come up\n{}", self.console()));
             }
             if answer.is_none() && self.connect() {
-                answer = Some(self.spawn("true")?);
+                // A machine that has just ended takes no command; the next round says so.
+                answer = self.spawn("true").ok();
+            }
+            if answer.as_ref().is_some_and(Task::succeeded) {
+                return Ok(());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        Ok(())
     }
 
     /// Connects the ports. True if all are connected.
@@ -274,6 +277,11 @@ impl Task {
     /// True if it has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.state.progress).ended
+    }
+
+    /// True if it has ended with the exit code 0.
+    fn succeeded(&self) -> bool {
+        lock(&self.state.progress).code == Some(0)
     }
 
     /// Its output so far.

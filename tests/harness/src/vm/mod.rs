@@ -9,6 +9,7 @@ mod machine;
 mod parts;
 mod rxe;
 mod storage;
+mod vfs;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ pub use image::Image;
 pub use machine::Task;
 pub use parts::{Kernel, Parts};
 pub use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
+pub use vfs::Vfs;
 
 /// Runs a program in `dir`. Returns its output.
 pub(crate) fn run(dir: &Path, words: &[&str]) -> Result<String> {

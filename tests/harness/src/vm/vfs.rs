@@ -1,0 +1,171 @@
+//! A virtual machine with a network card that has virtual functions, each with the kernel's soft RNIC: what an RNIC
+//! with SR-IOV looks like to programs and to a supervisor.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use super::Parts;
+use super::image::Image;
+use super::machine::{Config, Machine, Task};
+use crate::{Output, Result, failed, within};
+
+/// VFs of the card. The VF `n` has the network device `vN`, the verbs device `rxeN` and the address 10.50.0.1N; the
+/// card itself is the network device `pf`.
+pub const VFS: u32 = 4;
+
+const MODULES: &[&str] = &["ib_uverbs", "rdma_ucm", "igb", "igbvf"];
+/// Programs of Debian 13.
+const PROGRAMS: &[&str] = &[
+    "ibv_devices",
+    "ibv_devinfo",
+    "ibv_rc_pingpong",
+    "ibv_uc_pingpong",
+    "ibv_ud_pingpong",
+    "ibv_srq_pingpong",
+    "ib_write_bw",
+    "ib_read_bw",
+    "ib_send_bw",
+    "ib_atomic_bw",
+    "rping",
+    "rdma",
+    "ip",
+    "prlimit",
+    "setpriv",
+    "unshare",
+    "dmesg",
+];
+/// Takes the VFs up. Two VFs of one host reach each other only with `accept_local`, without `rp_filter`, and with
+/// permanent neighbours.
+const SET_UP: &str = "
+pf=$(ls -d /sys/class/net/*/device/sriov_numvfs | cut -d/ -f5)
+ip link set $pf name pf
+ip link set pf up
+echo 4 >/sys/class/net/pf/device/sriov_numvfs
+echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
+for i in 0 1 2 3; do /vf-up $i; done
+for i in 0 1 2 3; do /vf-neighbours $i; done
+";
+/// Gives the VF `$1` a name, an address and a verbs device.
+const VF_UP: &str = "#!/bin/sh
+vf=/sys/class/net/pf/device/virtfn$1
+until name=$(ls $vf/net 2>/dev/null) && [ \"$name\" ]; do sleep 0.05; done
+ip link set $name down
+[ $name = v$1 ] || ip link set $name name v$1
+echo 1 >/proc/sys/net/ipv4/conf/v$1/accept_local
+echo 0 >/proc/sys/net/ipv4/conf/v$1/rp_filter
+ip addr replace 10.50.0.1$1/24 dev v$1
+ip link set v$1 up
+[ -e /sys/class/infiniband/rxe$1 ] || rdma link add rxe$1 type rxe netdev v$1
+";
+/// Tells the VF `$1` and the others about each other.
+const VF_NEIGHBOURS: &str = "#!/bin/sh
+for j in 0 1 2 3; do
+    [ $j = $1 ] && continue
+    ip neigh replace 10.50.0.1$j lladdr $(cat /sys/class/net/v$j/address) dev v$1 nud permanent
+    ip neigh replace 10.50.0.1$1 lladdr $(cat /sys/class/net/v$1/address) dev v$j nud permanent
+done
+";
+
+/// A running machine. Dropping this value ends it.
+pub struct Vfs {
+    machine: Machine,
+    dir: PathBuf,
+}
+
+impl Vfs {
+    /// Boots it, and waits until all VFs can be used.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn start() -> Result<Vfs> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("unirdma-vfs-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let dir = std::env::temp_dir().join(name);
+        fs::create_dir_all(&dir).map_err(failed("temporary directory"))?;
+        let parts = Parts::make()?;
+        let kernel = parts.kernel_13()?;
+        let mut image = Image::new(&kernel, dir.join("root"))?;
+        image.modules(MODULES)?;
+        image.rxe()?;
+        PROGRAMS.iter().try_for_each(|p| image.program(p))?;
+        image.compile("rnic-facts")?;
+        image.text("vf-up", VF_UP)?;
+        image.text("vf-neighbours", VF_NEIGHBOURS)?;
+        let initrd = dir.join("initrd.cpio");
+        image.pack(SET_UP, &initrd)?;
+        let card = ["-netdev", "user,id=n0", "-device", "igb,bus=root1,netdev=n0,romfile="];
+        let more = [&["-m", "1G", "-device", "pcie-root-port,id=root1,chassis=1,slot=1"], &card[..]].concat();
+        let machine = Machine::start(&Config {
+            qemu: parts.qemu(),
+            dir: &dir,
+            kernel: &kernel.image,
+            initrd: &initrd,
+            processors: 2,
+            more: more.into_iter().map(String::from).collect(),
+            interactive: false,
+        })?;
+        let vfs = Vfs { machine, dir };
+        vfs.machine.wait_up()?;
+        (0..VFS).try_for_each(|vf| vfs.gid(vf).map(drop))?;
+        Ok(vfs)
+    }
+
+    /// Starts a command.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn spawn(&self, command: &str) -> Result<Task> {
+        self.machine.spawn(command)
+    }
+
+    /// Runs a command to its end.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn run(&self, command: &str) -> Result<Output> {
+        self.machine.run(command)
+    }
+
+    /// Runs a command that must succeed. Returns its output.
+    ///
+    /// # Errors
+    /// The command's output, with the end of the console.
+    pub fn must(&self, command: &str) -> Result<String> {
+        let o = self.run(command)?;
+        if o.ok() { Ok(o.text) } else { Err(format!("{command}: {}\n{}", o.text, self.machine.console())) }
+    }
+
+    /// The index of the GID that is a VF's address. Waits until there is one.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn gid(&self, vf: u32) -> Result<u32> {
+        let command =
+            format!("cd /sys/class/infiniband/rxe{vf}/ports/1/gids && grep -l 'ffff:0a32:00{:02x}' *", 10 + vf);
+        let mut index = None;
+        let is_there = || {
+            index = self.run(&command)?.text.trim().parse().ok();
+            Ok(index.is_some())
+        };
+        within(Duration::from_secs(20), is_there, &format!("rxe{vf} has no GID"))?;
+        index.ok_or_else(|| "no GID".into())
+    }
+
+    /// Makes a VF as it was after the boot, if a test has changed it.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn repair(&self, vf: u32) -> Result<()> {
+        self.must(&format!("/vf-up {vf} && /vf-neighbours {vf}"))?;
+        self.gid(vf).map(drop)
+    }
+}
+
+impl Drop for Vfs {
+    fn drop(&mut self) {
+        self.machine.kill();
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
