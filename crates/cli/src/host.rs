@@ -15,6 +15,7 @@ use unirdma_supervisor::{
 use unirdma_worker::{Alone, work};
 
 use crate::process;
+use crate::vfs::VfArgs;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host                                           vRNICs of this host only
@@ -24,6 +25,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall=print   the rules for that
   unirdma host --address 192.168.7.1 --centre https://192.168.7.100:7471 --join TOKEN     of a fleet; later starts need no --join
   unirdma host --user rdma                               as root: workers run as the user `rdma`
+  unirdma host --vf-pf ens1f0,vfs=8,vlan,10.50.0.10/24   as root: a pool of 8 VFs of a real RNIC, see `unirdma vf ls`
   unirdma host --metrics 127.0.0.1:9751                  metrics for Prometheus at http://127.0.0.1:9751/metrics
 
 Each group has a worker, a process of its own, which is started anew if it dies (see `unirdma status`). If `unirdma host` itself is killed, the
@@ -100,6 +102,8 @@ pub(crate) struct HostArgs {
     #[arg(long, value_name = "N", requires = "metrics", default_value_t = DEFAULT_METRICS_VRNICS as u64,
           value_parser = clap::value_parser!(u64).range(0..=MAX_METRICS_VRNICS as u64))]
     metrics_vrnics: u64,
+    #[command(flatten)]
+    vfs: VfArgs,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
     #[arg(long, hide = true, requires = "others", conflicts_with = "full_icrc")]
     no_icrc: bool,
@@ -190,6 +194,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         let text = "--firewall=print shows the rules for the hosts of a peers file: give --peers";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
+    let vfs = args.vfs.config()?;
     log_to_stderr();
     let stop = termination()?;
     let polling = match args.polling.as_str() {
@@ -219,7 +224,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let most_vrnics = usize::try_from(args.metrics_vrnics).unwrap_or(MAX_METRICS_VRNICS);
     let metrics = args.metrics.map(|address| MetricsConfig { address, most_vrnics });
     let isolation = Isolation::Processes;
-    let config = HostConfig { dir, engine, wire, centre, isolation, user: args.user.clone(), metrics };
+    let config = HostConfig { dir, engine, wire, centre, isolation, user: args.user.clone(), metrics, vfs };
     let ready = || eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     serve(&config, stop.as_fd(), ready, || log_signal(stop.as_fd()))
 }

@@ -29,6 +29,7 @@ mod sandbox;
 mod secret;
 mod top;
 mod units;
+mod vfs;
 mod vm_run;
 mod vmm_args;
 mod workdir;
@@ -115,6 +116,11 @@ enum Command {
     Vm {
         #[command(subcommand)]
         command: vm_run::VmCommand,
+    },
+    /// Show the VFs of this host's real RNICs, and take them out of use
+    Vf {
+        #[command(subcommand)]
+        command: vfs::VfCommand,
     },
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
@@ -488,6 +494,7 @@ fn command(cli: Cli) -> io::Result<u8> {
         #[cfg(feature = "fleet")]
         Command::Secret { command: Some(command), .. } => fleet::secret(command),
         Command::Secret { file, .. } => secret::make(file.as_deref()).map(|()| 0),
+        Command::Vf { command } => vfs::vf(&dir, command),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Top(args) => top::run(&dir, args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),

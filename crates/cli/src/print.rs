@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use unirdma_confine::USUAL_GROUP_WEIGHT;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::CentreInfo;
-use unirdma_supervisor::admin::{GroupInfo, Response, RulesInfo, StatusInfo, WireInfo, WorkerInfo};
+use unirdma_supervisor::admin::{GroupInfo, Response, RulesInfo, StatusInfo, VfsInfo, WireInfo, WorkerInfo};
 
 use crate::units;
 
@@ -373,6 +373,34 @@ fn tunnel(w: &WireInfo) -> String {
     text
 }
 
+/// The table of VFs, and the notices below it.
+fn vfs(info: &VfsInfo) -> String {
+    let head = ["VF", "PCI", "NETDEV", "VERBS", "STATE", "GROUP", "INSTANCE"];
+    let mut rows = vec![head.map(String::from).to_vec()];
+    let or_dash = |s: &Option<String>| s.clone().unwrap_or_else(|| "-".into());
+    rows.extend(info.vfs.iter().map(|v| {
+        let state = v.state.clone();
+        vec![
+            v.name.clone(),
+            or_dash(&v.pci),
+            or_dash(&v.netdev),
+            or_dash(&v.verbs),
+            state,
+            or_dash(&v.group),
+            or_dash(&v.instance),
+        ]
+    }));
+    let mut text = table(&rows);
+    if info.waiting > 0 {
+        text += &format!("\n{} requests wait for a VF", info.waiting);
+    }
+    if !info.drained.is_empty() {
+        text += &format!("\ndrained: {}", info.drained.join(", "));
+    }
+    info.notices.iter().for_each(|n| text += &format!("\n{n}"));
+    text
+}
+
 /// Addresses that rules would make reachable, but that belong to another vRNIC in the group that would reach them.
 fn hidden(r: &RulesInfo) -> String {
     r.hidden.iter().map(|h| format!("\nrules: {h}")).collect()
@@ -385,6 +413,7 @@ fn json(r: &Response) -> serde_json::Result<String> {
         Response::Groups(g) => serde_json::to_string_pretty(g),
         Response::Rules(r) => serde_json::to_string_pretty(r),
         Response::Status(s) => serde_json::to_string_pretty(s),
+        Response::Vfs(v) => serde_json::to_string_pretty(v),
         Response::Captured { lost } => Ok(format!("{{\"lost\": {lost}}}")),
         Response::Done => Ok("{}".into()),
         Response::Error(e) => serde_json::to_string_pretty(e),
@@ -412,6 +441,7 @@ fn text(r: &Response) -> String {
         Response::Rules(r) if r.rules.is_empty() => "no rules: groups are kept apart".into(),
         Response::Rules(r) => r.rules.join("\n") + &hidden(r),
         Response::Status(s) => status(s),
+        Response::Vfs(v) => vfs(v),
         Response::Captured { lost } => format!("{lost} packets lost"),
         Response::Done => String::new(),
         Response::Error(e) => e.clone(),
@@ -430,5 +460,27 @@ pub(crate) fn line(out: &str) -> io::Result<()> {
         // The reader has closed the pipe.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         r => r,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use unirdma_supervisor::admin::VfInfo;
+
+    use super::*;
+
+    #[test]
+    fn notices_stand_below_the_table() {
+        let vf = VfInfo { name: "pf/0".into(), state: "absent".into(), ..VfInfo::default() };
+        let info = VfsInfo {
+            vfs: vec![vf],
+            waiting: 2,
+            drained: vec!["pf".into(), "pf/0".into()],
+            notices: vec!["there is no PF `pf`".into()],
+        };
+        let wanted = "VF    PCI  NETDEV  VERBS  STATE   GROUP  INSTANCE\n\
+                      pf/0  -    -       -      absent  -      -\n\
+                      2 requests wait for a VF\ndrained: pf, pf/0\nthere is no PF `pf`";
+        assert_eq!(vfs(&info), wanted);
     }
 }

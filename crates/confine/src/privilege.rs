@@ -143,6 +143,8 @@ pub struct Needs {
     pub network: bool,
     /// It opens packet sockets (`--full-icrc`).
     pub packets: bool,
+    /// It sets up VFs, and sees which processes of all users have them open.
+    pub vfs: bool,
 }
 
 impl Needs {
@@ -159,6 +161,7 @@ impl Needs {
                 | CapabilitySet::SYS_NICE,
         ) | of(self.network, CapabilitySet::NET_ADMIN)
             | of(self.packets, CapabilitySet::NET_RAW)
+            | of(self.vfs, CapabilitySet::NET_ADMIN | CapabilitySet::SYS_PTRACE)
             | CapabilitySet::DAC_READ_SEARCH
     }
 }

@@ -98,6 +98,13 @@ pub enum Request {
     },
     /// Ends this connection's capture.
     CaptureStop,
+    /// The VFs of real RNICs.
+    VfList,
+    /// Takes a PF (`NETDEV`) or a VF (`NETDEV/N`) out of the pool's use, or back.
+    VfDrain {
+        part: String,
+        on: bool,
+    },
     Status,
 }
 
@@ -130,6 +137,46 @@ pub struct GroupInfo {
     /// Number of the secret that it sends with; `None`: it has no secret.
     #[serde(default)]
     pub secret: Option<u8>,
+}
+
+/// The pool of VFs.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct VfsInfo {
+    pub vfs: Vec<VfInfo>,
+    /// Requests that wait for a VF.
+    pub waiting: usize,
+    /// PFs and VFs that take no new leases.
+    pub drained: Vec<String>,
+    /// Reasons why VFs are not in the pool, and what to do.
+    pub notices: Vec<String>,
+}
+
+/// Kinds of states of VFs.
+pub const VF_KINDS: [&str; 6] = ["absent", "raw", "ready", "leased", "dirty", "foreign"];
+
+/// A VF of the pool.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct VfInfo {
+    /// The PF's network device and the VF's number.
+    pub name: String,
+    pub pf: String,
+    /// Its PCI address; `None`: the kernel does not have it.
+    pub pci: Option<String>,
+    pub driver: Option<String>,
+    pub netdev: Option<String>,
+    pub verbs: Option<String>,
+    /// One of [`VF_KINDS`].
+    pub kind: String,
+    /// The state in words, with what to do.
+    pub state: String,
+    /// The number of its lease.
+    pub lease: Option<u64>,
+    /// The group that has the lease.
+    pub group: Option<String>,
+    /// The container or virtual machine that has the lease.
+    pub instance: Option<String>,
 }
 
 /// The virtual layer itself.
@@ -193,6 +240,7 @@ pub enum Response {
     Groups(Vec<GroupInfo>),
     Rules(RulesInfo),
     Status(Box<StatusInfo>),
+    Vfs(VfsInfo),
     /// The capture has ended. `lost` packets came too fast for it.
     Captured {
         lost: u64,

@@ -183,6 +183,11 @@ impl Keeper {
         }
     }
 
+    /// Its process ID.
+    pub fn pid(&self) -> u32 {
+        self.child.pid()
+    }
+
     /// A descriptor that becomes readable when the keeper has died.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.child.pidfd()

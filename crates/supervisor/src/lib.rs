@@ -25,6 +25,7 @@ mod peer_source;
 mod peers_file;
 mod process;
 mod supervisor;
+mod vf;
 
 use std::fs::File;
 use std::io;
@@ -59,6 +60,8 @@ pub struct HostConfig {
     pub user: Option<String>,
     /// Metrics for Prometheus; `None`: none.
     pub metrics: Option<MetricsConfig>,
+    /// The pool of VFs of this host's real RNICs; `None`: there is none.
+    pub vfs: Option<unirdma_vf::Config>,
 }
 
 /// How the worker of a group runs.
@@ -227,6 +230,7 @@ pub fn serve(
     let serve = || {
         let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
         let metrics = config.metrics.as_ref().zip(scrapers);
+        supervisor.start_pool()?;
         let _metrics = metrics.map(|(m, s)| metrics::Metrics::start(s, m, supervisor.clone())).transpose()?;
         identity.map(|i| supervisor.join(i)).transpose()?;
         ready();

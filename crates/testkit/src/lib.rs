@@ -88,6 +88,7 @@ impl TestHost {
             isolation: WORKER_THREADS,
             user: None,
             metrics: None,
+            vfs: None,
         };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || (), || ()));

@@ -27,6 +27,7 @@ fn host(dir: &str) -> ! {
         isolation: WORKER_THREADS,
         user: None,
         metrics: None,
+        vfs: None,
         centre: None,
     };
     let _ = serve(&config, stdin.as_fd(), || (), || ());

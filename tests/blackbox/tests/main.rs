@@ -33,6 +33,7 @@ mod secret;
 mod suite;
 mod support;
 mod two_hosts;
+mod vf_pool;
 mod watching;
 mod workers;
 mod wrong_input;
@@ -69,7 +70,8 @@ const ALONE: &[(&str, Add)] = &[
 ];
 
 /// Tests in virtual machines. [`BESIDE`] may run at the same time.
-const MACHINES: &[(&str, Add)] = &[("kernel", kernel::tests), ("guest", guest::tests), ("rnic", rnic::tests)];
+const MACHINES: &[(&str, Add)] =
+    &[("kernel", kernel::tests), ("guest", guest::tests), ("rnic", rnic::tests), ("vf_pool", vf_pool::tests)];
 
 /// Tests that may run while others do.
 const BESIDE: &[(&str, Add)] = &[

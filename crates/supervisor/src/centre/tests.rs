@@ -173,6 +173,7 @@ impl TestHost {
             dir: dir.join("run"),
             engine: EngineConfig::default(),
             metrics: None,
+            vfs: None,
             wire: Some(WireConfig::new(vec![address.into()], None)),
             centre: Some(CentreConfig {
                 url: url.into(),

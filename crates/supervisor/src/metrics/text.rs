@@ -1,9 +1,12 @@
 //! The page of a host: each family's description, and a line for each of its figures.
 
+use std::collections::BTreeMap;
+
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_metrics::{Kind, Value, Writer};
 
 use super::table::{self, Family, Whose};
+use crate::admin::VF_KINDS;
 use crate::supervisor::stats::{GroupFigures, HostFigures};
 
 /// Writes a family, with the figures of each object in `of`: its group, its vRNIC and itself.
@@ -52,6 +55,7 @@ pub(super) fn page(host: &HostFigures, most: usize) -> String {
     let left_out = host.vrnics.saturating_sub(vrnics.len()) as u64;
     let help = "vRNICs without series of their own: more than --metrics-vrnics, or their worker does not answer.";
     w.one("unirdma_metrics_vrnics_left_out", Kind::Gauge, help, left_out);
+    pool(&mut w, host);
     network(&mut w, host);
     w.finish()
 }
@@ -69,6 +73,24 @@ fn lock_times<'a>(w: &mut Writer, workers: impl Iterator<Item = (&'a GroupFigure
         w.line(&sum, &[("group", &g.group)], Value::Ns(held.sum_ns));
         w.line(&count, &[("group", &g.group)], Value::N(held.times));
     }
+}
+
+/// Writes the figures of the pool of VFs.
+fn pool(w: &mut Writer, host: &HostFigures) {
+    let Some(info) = &host.vfs else { return };
+    let mut counts: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+    for vf in &info.vfs {
+        for kind in VF_KINDS {
+            *counts.entry((&vf.pf, kind)).or_default() += u64::from(vf.kind == kind);
+        }
+    }
+    w.head("unirdma_vfs", "gauge", "VFs of the pool, by PF and state.");
+    for ((pf, kind), count) in counts {
+        w.line("unirdma_vfs", &[("pf", pf), ("state", kind)], Value::N(count));
+    }
+    let leases = info.vfs.iter().filter(|vf| vf.lease.is_some()).count();
+    w.one("unirdma_vf_leases", Kind::Gauge, "Leases of VFs, also those that are being returned.", leases as u64);
+    w.one("unirdma_vf_waiting", Kind::Gauge, "Requests that wait for a VF.", info.waiting as u64);
 }
 
 /// Writes the figures of the network to other hosts.
@@ -100,10 +122,11 @@ fn network(w: &mut Writer, host: &HostFigures) {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeSet;
     use std::sync::Arc;
 
     use super::*;
+    use crate::admin::{VfInfo, VfsInfo};
     use crate::network::TunnelInfo;
     use crate::network::WireInfo;
     use unirdma_ipc::message::Figures;
@@ -142,7 +165,24 @@ mod tests {
             firewall: None,
             rules: Default::default(),
         };
-        HostFigures { groups: all, vrnics, wire: Some(wire) }
+        HostFigures { groups: all, vrnics, vfs: None, wire: Some(wire) }
+    }
+
+    #[test]
+    fn vfs_are_counted_by_pf_and_state() {
+        let vf = |kind: &str, lease| VfInfo { pf: "ens1".into(), kind: kind.into(), lease, ..VfInfo::default() };
+        let vfs = vec![vf("ready", None), vf("leased", Some(7)), vf("dirty", Some(6)), vf("ready", None)];
+        let info = VfsInfo { vfs, waiting: 3, ..VfsInfo::default() };
+        let page = page(&HostFigures { vfs: Some(info), ..HostFigures::default() }, 0);
+        for line in [
+            "unirdma_vfs{pf=\"ens1\",state=\"ready\"} 2",
+            "unirdma_vfs{pf=\"ens1\",state=\"foreign\"} 0",
+            "unirdma_vf_leases 2",
+            "unirdma_vf_waiting 3",
+        ] {
+            assert!(page.lines().any(|l| l == line), "{line}: {page}");
+        }
+        assert!(!super::page(&HostFigures::default(), 0).contains("unirdma_vf"));
     }
 
     /// The families of a page, with their kinds.

@@ -77,6 +77,11 @@ impl Supervisor {
                 let lost = self.stop_capture(id).ok_or(RequestError::NoCapture)?;
                 Ok(Response::Captured { lost })
             }
+            Request::VfList => Ok(Response::Vfs(self.vfs.as_ref().ok_or(RequestError::NoPool)?.info())),
+            Request::VfDrain { part, on } => {
+                self.vfs.as_ref().ok_or(RequestError::NoPool)?.drain(&part, on)?;
+                Ok(Response::Done)
+            }
             Request::Status => Ok(Response::Status(Box::new(self.status()))),
         }
     }

@@ -12,6 +12,7 @@ use super::group::CallError;
 use crate::admin::Response;
 #[cfg(feature = "fleet")]
 use crate::centre::AskError;
+use crate::vf::PartError;
 
 pub(super) type Reply = Result<Response, RequestError>;
 
@@ -58,6 +59,12 @@ pub(super) enum RequestError {
     OtherCapture,
     #[error("no capture runs on this connection")]
     NoCapture,
+    #[error(
+        "this virtual layer has no pool of VFs; `unirdma host --vf-pf NETDEV,vfs=N,vlan,FIRST-ADDRESS/PREFIX` makes one"
+    )]
+    NoPool,
+    #[error(transparent)]
+    Part(#[from] PartError),
 
     #[error(transparent)]
     Secret(#[from] SecretError),

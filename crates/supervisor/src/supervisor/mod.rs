@@ -44,6 +44,7 @@ use crate::admin::{self, Response};
 use crate::fdstore::Keeper;
 use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
+use crate::vf::{Pool, PoolThread};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
 use takeover::Takeover;
@@ -99,6 +100,9 @@ pub(crate) struct Supervisor {
     /// The control centre's changes of peers, for the network.
     bulletin: CentrePeers,
     fleet: Fleet,
+    /// The pool of VFs of real RNICs, and its thread until that starts.
+    pub(crate) vfs: Option<Arc<Pool>>,
+    pool_thread: Mutex<Option<PoolThread>>,
     /// vRNICs that an administrator removes although programs use them.
     forced_removals: Mutex<BTreeSet<String>>,
     names: Mutex<Registry>,
@@ -132,6 +136,7 @@ impl Supervisor {
                     workers: plan.user.is_ok(),
                     network: wire.is_some(),
                     packets: wire.is_some_and(|w| w.full_icrc),
+                    vfs: config.vfs.is_some(),
                 };
                 (Some(plan), confine::confine_supervisor(needs))
             }
@@ -148,7 +153,10 @@ impl Supervisor {
             },
             doors: config.dir.join("workers"),
         };
+        let (vfs, pool_thread) = config.vfs.clone().map(|c| Pool::open(c, &config.dir)).transpose()?.unzip();
         let s = Supervisor {
+            vfs,
+            pool_thread: Mutex::new(pool_thread),
             around: Arc::new(around),
             in_force,
             bulletin,
@@ -336,9 +344,25 @@ impl Supervisor {
         }
     }
 
+    /// Lets the pool of VFs look and apply what it plans.
+    ///
+    /// # Errors
+    /// There is no thread for it.
+    pub fn start_pool(self: &Arc<Self>) -> io::Result<()> {
+        let Some(thread) = lock(&self.pool_thread).take() else { return Ok(()) };
+        let me = Arc::downgrade(self);
+        thread.start(Box::new(move || {
+            let keeper = me.upgrade().and_then(|s| lock(&s.keeper).as_ref().map(Keeper::pid));
+            keeper.into_iter().chain([std::process::id()]).collect()
+        }))
+    }
+
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        if let Some(pool) = &self.vfs {
+            pool.stop();
+        }
         self.fleet.stop();
         // First without the groups' locks, which threads that wait for workers may hold.
         self.groups().iter().for_each(|g| g.kill());

@@ -14,6 +14,7 @@ use unirdma_rnic::WireDrops;
 
 use super::group::{Group, Worker};
 use super::{Supervisor, admin_requests};
+use crate::admin::VfsInfo;
 use crate::network::WireInfo;
 
 /// How long workers may take. Slower ones are omitted.
@@ -43,6 +44,8 @@ pub(crate) struct HostFigures {
     pub groups: Vec<Arc<GroupFigures>>,
     /// vRNICs of all groups.
     pub vrnics: usize,
+    /// The pool of VFs, if there is one.
+    pub vfs: Option<VfsInfo>,
     /// The network to other hosts, if there is one. The workers' counters are not included.
     pub wire: Option<WireInfo>,
 }
@@ -88,7 +91,8 @@ impl Supervisor {
         drop(cells);
         let none = (PortCounters::default(), WireDrops::default(), TunnelDrops::default());
         let wire = self.around.network.as_ref().map(|n| lock(n).info(none.0, none.1, none.2));
-        HostFigures { groups, vrnics: self.names().vrnics.len(), wire }
+        let vfs = self.vfs.as_ref().map(|pool| pool.info());
+        HostFigures { groups, vrnics: self.names().vrnics.len(), vfs, wire }
     }
 }
 

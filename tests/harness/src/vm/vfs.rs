@@ -36,14 +36,17 @@ const PROGRAMS: &[&str] = &[
     "unshare",
     "dmesg",
 ];
-/// Takes the VFs up. Two VFs of one host reach each other only with `accept_local`, without `rp_filter`, and with
-/// permanent neighbours.
-const SET_UP: &str = "
+/// Takes the card up.
+const PF_UP: &str = "
 pf=$(ls -d /sys/class/net/*/device/sriov_numvfs | cut -d/ -f5)
 ip link set $pf name pf
 ip link set pf up
-echo 4 >/sys/class/net/pf/device/sriov_numvfs
 echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
+";
+/// Takes the VFs up. Two VFs of one host reach each other only with `accept_local`, without `rp_filter`, and with
+/// permanent neighbours.
+const VFS_UP: &str = "
+echo 4 >/sys/class/net/pf/device/sriov_numvfs
 for i in 0 1 2 3; do /vf-up $i; done
 for i in 0 1 2 3; do /vf-neighbours $i; done
 ";
@@ -80,6 +83,20 @@ impl Vfs {
     /// # Errors
     /// The step that failed.
     pub fn start() -> Result<Vfs> {
+        let vfs = Vfs::boot(&format!("{PF_UP}{VFS_UP}"), false)?;
+        (0..VFS).try_for_each(|vf| vfs.gid(vf).map(drop))?;
+        Ok(vfs)
+    }
+
+    /// Boots it without VFs, with our own programs.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn start_without_vfs() -> Result<Vfs> {
+        Vfs::boot(PF_UP, true)
+    }
+
+    fn boot(set_up: &str, has_ours: bool) -> Result<Vfs> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("unirdma-vfs-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let dir = std::env::temp_dir().join(name);
@@ -93,8 +110,12 @@ impl Vfs {
         image.compile("rnic-facts")?;
         image.text("vf-up", VF_UP)?;
         image.text("vf-neighbours", VF_NEIGHBOURS)?;
+        if has_ours {
+            image.runtime()?;
+            image.file(&crate::unirdma(), "usr/bin/unirdma")?;
+        }
         let initrd = dir.join("initrd.cpio");
-        image.pack(SET_UP, &initrd)?;
+        image.pack(set_up, &initrd)?;
         let card = ["-netdev", "user,id=n0", "-device", "igb,bus=root1,netdev=n0,romfile="];
         let more = [&["-m", "1G", "-device", "pcie-root-port,id=root1,chassis=1,slot=1"], &card[..]].concat();
         let machine = Machine::start(&Config {
@@ -108,7 +129,6 @@ impl Vfs {
         })?;
         let vfs = Vfs { machine, dir };
         vfs.machine.wait_up()?;
-        (0..VFS).try_for_each(|vf| vfs.gid(vf).map(drop))?;
         Ok(vfs)
     }
 
