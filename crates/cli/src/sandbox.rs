@@ -16,6 +16,7 @@ use std::process::Command;
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::process::DumpableBehavior;
 use rustix::thread::UnshareFlags;
+use unirdma_formats::Mac;
 use unirdma_ipc::fdpass;
 use unirdma_ipc::vrnic::VrnicInfo;
 
@@ -141,7 +142,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     // it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     let network = match sandbox.own_net {
-        true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?, sandbox.info.mtu, &sandbox.info.ips)?),
+        true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?.0, sandbox.info.mtu, &sandbox.info.ips)?),
         false => None,
     };
     let passed: Vec<_> = network.iter().flatten().map(AsFd::as_fd).collect();
@@ -157,9 +158,8 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     Ok(go_to(working))
 }
 
-fn parse_mac(text: &str) -> io::Result<[u8; 6]> {
-    let bytes: Vec<u8> = text.split(':').filter_map(|h| u8::from_str_radix(h, 16).ok()).collect();
-    bytes.try_into().map_err(|_| io::Error::other(format!("the virtual layer gave the MAC `{text}`")))
+fn parse_mac(text: &str) -> io::Result<Mac> {
+    text.parse().map_err(|_| io::Error::other(format!("the virtual layer gave the MAC `{text}`")))
 }
 
 /// Goes to the working directory or, if the container does not have it, to the home directory or `/`. Returns the

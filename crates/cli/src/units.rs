@@ -21,6 +21,8 @@ pub enum UnitError {
     Interval,
     #[error("`{0}` is no time; write 90m, 12h or 30d")]
     Lifetime(String),
+    #[error("`{0}` is no time; write 500ms, 5s or 2m, up to 1h")]
+    Duration(String),
 }
 
 /// A number with K, M, G or T for powers of 1000, or `none`, which is 0.
@@ -56,16 +58,37 @@ pub fn most(s: &str) -> Result<u64, UnitError> {
     if s == "none" { Ok(u64::MAX) } else { s.parse().map_err(|_| UnitError::Most) }
 }
 
+/// A whole number and its unit.
+fn number_and_unit(s: &str) -> (Option<u64>, &str) {
+    let (digits, unit) = s.split_at(s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len()));
+    (digits.parse().ok(), unit)
+}
+
+/// A time up to an hour, as `500ms`, `5s` or `2m`.
+pub fn duration(s: &str) -> Result<Duration, UnitError> {
+    const MAX_MS: u64 = 3_600_000;
+    let (number, unit) = number_and_unit(s);
+    let ms = match unit {
+        "ms" => Some(1),
+        "s" => Some(1_000),
+        "m" => Some(60_000),
+        "h" => Some(MAX_MS),
+        _ => None,
+    };
+    let time = ms.zip(number).and_then(|(ms, n)| n.checked_mul(ms)).filter(|ms| *ms <= MAX_MS);
+    time.map(Duration::from_millis).ok_or_else(|| UnitError::Duration(s.into()))
+}
+
 /// A time with us, ms or s, in microseconds.
 pub fn micros(s: &str) -> Result<u64, UnitError> {
-    let (digits, unit) = s.split_at(s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len()));
+    let (number, unit) = number_and_unit(s);
     let factor = match unit {
         "us" => 1,
         "ms" => 1000,
         "s" => 1_000_000,
         _ => return Err(UnitError::Time),
     };
-    let n: u64 = digits.parse().map_err(|_| UnitError::Time)?;
+    let n = number.ok_or(UnitError::Time)?;
     let max = unirdma_ipc::vrnic::MAX_BURST_US;
     n.checked_mul(factor).filter(|n| *n <= max).ok_or(UnitError::TimeRange)
 }

@@ -9,6 +9,7 @@ use unirdma_ipc::vrnic::IpNet;
 use unirdma_supervisor::admin::Request;
 use unirdma_vf::{Address, Config, Dry, Isolation, PfConfig};
 
+use crate::units::{self, UnitError};
 use crate::{Out, ask};
 
 #[derive(Args)]
@@ -22,7 +23,7 @@ pub(crate) struct VfArgs {
     #[arg(long, value_name = "wait=TIME|soft|refuse", requires = "vf_pf", default_value = "soft", value_parser = parse_dry)]
     vf_dry: Dry,
     /// How long a VF stays with a container or virtual machine whose programs have closed it
-    #[arg(long, value_name = "TIME", requires = "vf_pf", default_value = "5s", value_parser = parse_time)]
+    #[arg(long, value_name = "TIME", requires = "vf_pf", default_value = "5s", value_parser = units::duration)]
     vf_linger: Duration,
 }
 
@@ -54,8 +55,8 @@ enum VfArgError {
     Part(String),
     #[error("write wait=30s, soft or refuse")]
     Dry,
-    #[error("`{0}` is no time; write 500ms, 5s or 2m, up to 1h")]
-    Time(String),
+    #[error(transparent)]
+    Time(#[from] UnitError),
 }
 
 /// Reads `ens1f0,vfs=8,vlan,10.50.0.10/24`.
@@ -90,23 +91,9 @@ fn parse_dry(text: &str) -> Result<Dry, VfArgError> {
     match (text, text.strip_prefix("wait=")) {
         ("soft", _) => Ok(Dry::Soft),
         ("refuse", _) => Ok(Dry::Refuse),
-        (_, Some(time)) => parse_time(time).map(Dry::Wait),
+        (_, Some(time)) => Ok(Dry::Wait(units::duration(time)?)),
         _ => Err(VfArgError::Dry),
     }
-}
-
-/// Reads a time up to an hour.
-fn parse_time(text: &str) -> Result<Duration, VfArgError> {
-    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    let ms = match unit {
-        "ms" => 1,
-        "s" => 1_000,
-        "m" => 60_000,
-        "h" => 3_600_000,
-        _ => return Err(VfArgError::Time(text.into())),
-    };
-    let time = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(ms)).filter(|ms| *ms <= 3_600_000);
-    time.map(Duration::from_millis).ok_or_else(|| VfArgError::Time(text.into()))
 }
 
 #[derive(Subcommand)]
@@ -176,7 +163,7 @@ mod tests {
 
     #[test]
     fn times_have_units() {
-        let time = |s| parse_time(s).map(|t| t.as_millis());
+        let time = |s| units::duration(s).map(|t| t.as_millis());
         assert_eq!(
             (time("500ms"), time("5s"), time("2m"), time("1h")),
             (Ok(500), Ok(5_000), Ok(120_000), Ok(3_600_000))

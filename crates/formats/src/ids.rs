@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
+use std::str::FromStr;
 
 macro_rules! number {
     ($(#[$doc:meta])* $name:ident) => {
@@ -130,6 +131,19 @@ impl fmt::Display for Mac {
     }
 }
 
+/// A text is no Ethernet address such as `02:00:00:00:00:01`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoMac;
+
+impl FromStr for Mac {
+    type Err = NoMac;
+
+    fn from_str(text: &str) -> Result<Mac, NoMac> {
+        let bytes: Result<Vec<u8>, _> = text.split(':').map(|part| u8::from_str_radix(part, 16)).collect();
+        bytes.ok().and_then(|bytes| bytes.try_into().ok()).map(Mac).ok_or(NoMac)
+    }
+}
+
 /// A node GUID (EUI-64), as a number in host order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Guid(pub u64);
@@ -144,6 +158,14 @@ impl fmt::Display for Guid {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn texts_that_are_no_mac_are_refused() {
+        assert_eq!("02:56:0a:32:00:0a".parse(), Ok(Mac([0x02, 0x56, 0x0a, 0x32, 0, 0x0a])));
+        for wrong in ["", "02:56", "02:56:0a:32:00:0a:0b", "02:56:0a:32:00:zz"] {
+            assert_eq!(wrong.parse::<Mac>(), Err(NoMac));
+        }
+    }
 
     #[test]
     fn psn_wraps_at_24_bits() {

@@ -14,7 +14,7 @@ pub mod pcap;
 mod verbs;
 pub mod wire;
 
-pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
+pub use ids::{Gid, Guid, Lkey, Mac, NoMac, Psn, Qpn, Rkey};
 pub use number::{ByNumber, NumberHash};
 pub use path::{
     ECN, NO_CREDITS, RATES, ack_timeout_ns, class_of, credit_code, credits, mtu_bytes, psn_count, rate_kbps,

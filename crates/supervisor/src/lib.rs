@@ -28,9 +28,9 @@ mod supervisor;
 mod vf;
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::net::IpAddr;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -160,6 +160,18 @@ pub fn vrnic_dir(base: &Path, name: &str) -> PathBuf {
 fn context(what: &str, path: &Path) -> impl Fn(io::Error) -> io::Error {
     let text = format!("{what} {}", path.display());
     move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
+}
+
+/// Writes a file that only its owner can read, completely or not at all, in place of the one of this name. Returns it,
+/// open for writing at its end.
+fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<File> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(&new, path)?;
+    Ok(file)
 }
 
 /// Locks a directory, for a single virtual layer.

@@ -1,7 +1,7 @@
 //! This host's identity for the control centre: its name, its key and its certificate, which it gets once with a token.
 
-use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -80,16 +80,9 @@ fn read(dir: &Path, file: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// Writes a file that only its owner can read, completely or not at all.
 fn write(dir: &Path, file: &str, text: &str) -> io::Result<()> {
-    let (path, new) = (dir.join(file), dir.join(format!("{file}.new")));
-    let all = || {
-        let mut f = std::fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
-        f.write_all(text.as_bytes())?;
-        f.sync_all()?;
-        std::fs::rename(&new, &path)
-    };
-    all().map_err(crate::context("cannot write", &path))
+    let path = dir.join(file);
+    crate::replace_file(&path, text.as_bytes()).map(drop).map_err(crate::context("cannot write", &path))
 }
 
 /// The first label of the machine's host name.

@@ -10,7 +10,6 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
@@ -82,13 +81,8 @@ impl UpdateLog {
 
     /// Writes the whole state into a new file, which replaces the old one.
     fn write(&mut self, all: &Update) -> io::Result<()> {
-        let path = self.path.with_extension("new");
-        let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&path)?;
         let bytes = [&MAGIC[..], &record(all)].concat();
-        file.write_all(&bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&path, &self.path)?;
-        self.file = Some(File::options().append(true).open(&self.path)?);
+        self.file = Some(crate::replace_file(&self.path, &bytes)?);
         (self.bytes, self.needed) = (bytes.len() as u64, bytes.len() as u64);
         Ok(())
     }

@@ -1,8 +1,7 @@
 //! The log of leases as a file in the virtual layer's directory.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use unirdma_vf::log::{Kept, Record, encode, read};
@@ -37,13 +36,12 @@ impl LogFile {
     /// # Errors
     /// The file cannot be written.
     pub fn create(dir: &Path, records: &[Record]) -> io::Result<LogFile> {
-        let path = dir.join(NAME);
-        let new = dir.join(format!("{NAME}.new"));
+        LogFile::replace(dir.join(NAME), records)
+    }
+
+    fn replace(path: PathBuf, records: &[Record]) -> io::Result<LogFile> {
         let bytes: Vec<u8> = records.iter().flat_map(encode).collect();
-        let mut file = OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(&new)?;
-        file.write_all(&bytes)?;
-        file.sync_data()?;
-        fs::rename(&new, &path)?;
+        let file = crate::replace_file(&path, &bytes)?;
         Ok(LogFile { path, file, bytes: bytes.len() as u64 })
     }
 
@@ -56,8 +54,7 @@ impl LogFile {
             return Ok(());
         }
         if self.bytes > MOST_BYTES {
-            let dir = self.path.parent().map(Path::to_path_buf).unwrap_or_default();
-            *self = LogFile::create(&dir, &all())?;
+            *self = LogFile::replace(self.path.clone(), &all())?;
             return Ok(());
         }
         let bytes: Vec<u8> = records.iter().flat_map(encode).collect();

@@ -1,15 +1,15 @@
 //! The pool of VFs of this host's real RNICs. [`unirdma_vf`] plans, this module looks at the kernel and applies the
 //! plan.
 //!
-//! A thread of its own looks, plans and applies until the plan is empty ([`holder`]). It looks again when the kernel
-//! tells of a change, and every few seconds. A step may wait in the kernel for a program that has a device open, so
-//! nothing else is done by this thread, and the pool's lock is not held meanwhile.
+//! A thread of its own looks, plans and applies until the plan is empty ([`PoolThread`]). It looks again when the
+//! kernel tells of a change, and every few seconds. A step may wait in the kernel for a program that has a device open,
+//! so nothing else is done by this thread, and the pool's lock is not held meanwhile.
 
 mod apply;
-mod holder;
 mod log_file;
 mod look;
 mod netlink;
+mod pool_thread;
 mod rdma;
 mod route;
 mod tree;
@@ -29,9 +29,9 @@ use unirdma_device::lock;
 use unirdma_vf::{Config, Leases, Part, Problem, Seen, State, VfId, states};
 
 use crate::admin::{VF_KINDS, VfInfo, VfsInfo};
-use holder::{Holder, Pids};
 use log_file::LogFile;
 use look::Looker;
+pub(crate) use pool_thread::PoolThread;
 use tree::Roots;
 
 /// Time for which a step may take until administrators are told that it does.
@@ -99,7 +99,7 @@ impl Pool {
         let state = PoolState { seen, leases, log, problems, notices: Vec::new(), step: None };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let pool = Arc::new(Pool { config, began, wake, stopping: AtomicBool::new(false), state: Mutex::new(state) });
-        Ok((pool.clone(), PoolThread(Holder::new(pool, looker))))
+        Ok((pool.clone(), PoolThread::new(pool, looker)))
     }
 
     /// Ends the pool's thread after the step that it is in, and does not wait for it. The VFs stay as they are.
@@ -185,19 +185,6 @@ impl PoolState {
     fn keep_records(&mut self) -> io::Result<()> {
         let records = self.leases.take_records();
         self.log.append(&records, || self.leases.snapshot())
-    }
-}
-
-/// The pool's thread before it starts.
-pub(crate) struct PoolThread(Holder);
-
-impl PoolThread {
-    /// Starts it. `own` gives the processes that do not count as users of a device.
-    ///
-    /// # Errors
-    /// There is no thread.
-    pub fn start(self, own: Pids) -> io::Result<()> {
-        std::thread::Builder::new().name("vfs".into()).spawn(move || self.0.run(&own)).map(drop)
     }
 }
 

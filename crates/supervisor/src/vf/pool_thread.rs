@@ -1,6 +1,7 @@
 //! The pool's thread: looks, plans and applies.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,7 +18,7 @@ use super::netlink::Notices;
 use super::{rdma, route};
 
 /// The processes that do not count as users of a device.
-pub(crate) type Pids = Box<dyn Fn() -> BTreeSet<u32> + Send>;
+type Pids = Box<dyn Fn() -> BTreeSet<u32> + Send>;
 
 /// Longest time without a look.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
@@ -45,7 +46,8 @@ struct Refused {
     since: Instant,
 }
 
-pub(super) struct Holder {
+/// The pool's thread.
+pub(crate) struct PoolThread {
     pool: Arc<Pool>,
     looker: Looker,
     /// Sockets on which the kernel tells changes.
@@ -62,12 +64,12 @@ pub(super) struct Holder {
     blind: Option<String>,
 }
 
-impl Holder {
-    pub fn new(pool: Arc<Pool>, looker: Looker) -> Holder {
+impl PoolThread {
+    pub(super) fn new(pool: Arc<Pool>, looker: Looker) -> PoolThread {
         let open = |protocol, groups: &[u32]| Notices::open(protocol, groups).ok();
         let route = open(netlink_sys::protocols::NETLINK_ROUTE, &route::GROUPS);
         let rdma = open(netlink_sys::protocols::NETLINK_RDMA, &[rdma::NOTIFY_GROUP]);
-        Holder {
+        PoolThread {
             pool,
             looker,
             notices: route.into_iter().chain(rdma).collect(),
@@ -79,7 +81,15 @@ impl Holder {
         }
     }
 
-    pub fn run(mut self, own: &Pids) {
+    /// Starts it. `own` gives the processes that do not count as users of a device.
+    ///
+    /// # Errors
+    /// There is no thread.
+    pub fn start(self, own: Pids) -> io::Result<()> {
+        std::thread::Builder::new().name("vfs".into()).spawn(move || self.run(&own)).map(drop)
+    }
+
+    fn run(mut self, own: &Pids) {
         while !self.pool.stopping.load(Ordering::SeqCst) {
             match self.round(&own()) {
                 Next::After(time) => _ = self.wait(time, &[]),
