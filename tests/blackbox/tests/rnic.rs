@@ -28,7 +28,10 @@ fn becomes(vfs: &Vfs, command: &str) -> Check {
 /// Runs a pair of programs on two VFs.
 fn pair(vfs: &Vfs, program: &str, (server, client): (u32, u32)) -> Check {
     let option = if program.starts_with("ibv_") { "-g" } else { "-x" };
-    let on = |vf: u32| -> Result<String> { Ok(format!("timeout 60 {program} -d rxe{vf} {option} {}", vfs.gid(vf)?)) };
+    let on = |vf: u32| -> Result<String> {
+        let verbs = format!("rxe{vf}");
+        Ok(format!("timeout 60 {program} -d {verbs} {option} {}", vfs.gid(&verbs, vf)?))
+    };
     let listening = || -> Result<bool> { Ok(vfs.run("netstat -ltn")?.text.contains("LISTEN")) };
     let serving = vfs.spawn(&on(server)?)?;
     harness::within(SOON, || Ok(serving.has_ended() || listening()?), "the server does not listen")?;

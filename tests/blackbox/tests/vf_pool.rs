@@ -85,14 +85,6 @@ impl Drop for Pool<'_> {
     }
 }
 
-/// The index of the GID of a VF's address.
-fn gid(vfs: &Vfs, verbs: &str, vf: usize) -> Result<String> {
-    let last = 10 + vf;
-    let o =
-        vfs.must(&format!("cd /sys/class/infiniband/{verbs}/ports/1/gids && grep -l 'ffff:0a32:00{last:02x}' *"))?;
-    Ok(o.trim().into())
-}
-
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
     t.need_root("programs for virtual machines are unpacked as root");
@@ -105,8 +97,9 @@ pub(crate) fn tests(t: &mut Tests) {
         require(modes.lines().all(|m| m == "600"), modes)?;
         let shown = vfs.must("ip link show pf")?;
         require(shown.contains("02:56:0a:32:00:0a") && shown.contains("spoof checking on"), shown)?;
-        let pingpong =
-            |verbs: &str, vf| Ok::<_, String>(format!("ibv_rc_pingpong -n 20 -d {verbs} -g {}", gid(vfs, verbs, vf)?));
+        let pingpong = |verbs: &str, vf| -> Result<String> {
+            Ok(format!("ibv_rc_pingpong -n 20 -d {verbs} -g {}", vfs.gid(verbs, vf)?))
+        };
         let server = vfs.spawn(&pingpong(&a, 0)?)?;
         let listens = || Ok(server.has_ended() || vfs.run("netstat -ltn")?.text.contains(":18515"));
         harness::within(SOON, listens, "the server does not listen")?;

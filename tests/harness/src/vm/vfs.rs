@@ -84,7 +84,7 @@ impl Vfs {
     /// The step that failed.
     pub fn start() -> Result<Vfs> {
         let vfs = Vfs::boot(&format!("{PF_UP}{VFS_UP}"), false)?;
-        (0..VFS).try_for_each(|vf| vfs.gid(vf).map(drop))?;
+        (0..VFS).try_for_each(|vf| vfs.wait_usable(vf))?;
         Ok(vfs)
     }
 
@@ -157,20 +157,29 @@ impl Vfs {
         if o.ok() { Ok(o.text) } else { Err(format!("{command}: {}\n{}", o.text, self.machine.console())) }
     }
 
-    /// The index of the GID that is a VF's address. Waits until there is one.
+    /// The index of the GID that is the address of VF `vf`, at its verbs device. Waits until there is one, and until the
+    /// port is active. The driver may take seconds to find out that the link is up.
     ///
     /// # Errors
-    /// If there is none.
-    pub fn gid(&self, vf: u32) -> Result<u32> {
-        let command =
-            format!("cd /sys/class/infiniband/rxe{vf}/ports/1/gids && grep -l 'ffff:0a32:00{:02x}' *", 10 + vf);
+    /// There is none, or the port does not become active.
+    pub fn gid(&self, verbs: &str, vf: u32) -> Result<u32> {
+        let command = format!(
+            "cd /sys/class/infiniband/{verbs}/ports/1 && grep -q ACTIVE state && \
+             cd gids && grep -l 'ffff:0a32:00{:02x}' *",
+            10 + vf
+        );
         let mut index = None;
         let is_there = || {
             index = self.run(&command)?.text.trim().parse().ok();
             Ok(index.is_some())
         };
-        within(Duration::from_secs(20), is_there, &format!("rxe{vf} has no GID"))?;
+        within(Duration::from_secs(20), is_there, &format!("{verbs} has no active port with a GID"))?;
         index.ok_or_else(|| "no GID".into())
+    }
+
+    /// Waits until a VF of [`Vfs::start`] can be used.
+    fn wait_usable(&self, vf: u32) -> Result<()> {
+        self.gid(&format!("rxe{vf}"), vf).map(drop)
     }
 
     /// Makes a VF as it was after the boot, if a test has changed it.
@@ -179,7 +188,7 @@ impl Vfs {
     /// The step that failed.
     pub fn repair(&self, vf: u32) -> Result<()> {
         self.must(&format!("/vf-up {vf} && /vf-neighbours {vf}"))?;
-        self.gid(vf).map(drop)
+        self.wait_usable(vf)
     }
 }
 
