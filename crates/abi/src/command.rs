@@ -82,6 +82,8 @@ macro_rules! for_each_command {
             QueryCounters = 52, query_counters(Nothing) -> QueryCountersResp;
             QueryClock = 53, query_clock(Nothing) -> QueryClockResp;
             QueryMr = 54, query_mr(HandleReq) -> QueryMrResp;
+            Resolve = 55, resolve(ResolveReq) -> ResolveResp;
+            NameGid = 56, name_gid(NameGidReq) -> NameGidResp;
         }
     };
 }
@@ -293,7 +295,9 @@ wire! {
         max_cq_period_us: u16,
         /// Most pages of an MR of CREATE_MR.
         max_fast_reg_pages: u32,
-        reserved: [u32; 6],
+        /// [`WAY_VF`]: programs ask for a lease of a VF (see [`crate::lease`]) before they open the device.
+        way: u32,
+        reserved: [u32; 5],
     }
     /// Counters of the vRNIC since it was made. The second part has the names of rxe's `hw_counters`; counters of
     /// congestion have the names of mlx5's.
@@ -311,6 +315,14 @@ wire! {
     QueryClockResp = 8 { now_ns: u64 }
     /// Number of accesses by the key of an MR, and the approximate number of bytes that they have read and written.
     QueryMrResp = 16 { accesses: u64, bytes: u64 }
+    /// How a destination GID is reached from a VF. `sgid_index`: of the vRNIC's own GID. `qp_type`: an `ibv_qp_type`.
+    ResolveReq = 32 { dgid: [u8; 16], sgid_index: u32, qp_type: u32, reserved: u64 }
+    /// `dgid`: the GID of the destination's VF. `max_mtu`: the largest MTU that it takes, an `ibv_mtu`.
+    ResolveResp = 24 { dgid: [u8; 16], max_mtu: u32, reserved: u32 }
+    /// The GID of a VF.
+    NameGidReq = 16 { real: [u8; 16] }
+    /// The GID of the vRNIC that has this VF.
+    NameGidResp = 16 { gid: [u8; 16] }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned. Request of SET_DOORBELL and CREATE_DOORBELL.
     SetDoorbellReq = 8 { addr: u64 }
     SetStageReq = 16 { addr: u64, length: u64 }
@@ -335,6 +347,10 @@ wire! {
     Event = 16 { kind: u32, handle: u32, reserved: u64 }
 }
 
+/// [`QueryDeviceResp::way`]: by the virtual layer's software RNIC.
+pub const WAY_SOFT: u32 = 0;
+/// [`QueryDeviceResp::way`]: by a VF of a real RNIC.
+pub const WAY_VF: u32 = 1;
 /// `Event::kind` on a completion event virtqueue.
 pub const EVENT_COMPLETION: u32 = 0x100;
 /// `Event::kind` on a completion event virtqueue: CM_EVENT has something.
@@ -397,7 +413,7 @@ mod tests {
     #[test]
     fn the_table_has_every_code_once() {
         let codes: Vec<u8> = Command::ALL.iter().map(|c| *c as u8).collect();
-        assert_eq!(codes, (1..=54).collect::<Vec<u8>>());
+        assert_eq!(codes, (1..=56).collect::<Vec<u8>>());
         assert!(
             (0..=u8::MAX).all(|raw| Command::from_raw(raw).map(|c| c as u8) == codes.contains(&raw).then_some(raw))
         );
@@ -410,7 +426,7 @@ mod tests {
         type R = QueryDeviceResp;
         assert_eq!((offset_of!(R, fw_ver), offset_of!(R, name), offset_of!(R, max_mw)), (128, 160, 192));
         assert_eq!(offset_of!(R, max_fast_reg_pages), 228);
-        assert_eq!((offset_of!(R, max_srq_wr), offset_of!(R, max_cq_count), offset_of!(R, reserved)), (208, 224, 232));
+        assert_eq!((offset_of!(R, max_srq_wr), offset_of!(R, max_cq_count), offset_of!(R, way)), (208, 224, 232));
     }
 
     #[test]

@@ -583,6 +583,14 @@ impl Device {
         rnic.cm_event(self.session, r.queue)
     }
 
+    fn resolve(&self, _: &mut Rnic, _: abi::ResolveReq) -> Answer<abi::ResolveResp> {
+        Err(Status::Unsupported)
+    }
+
+    fn name_gid(&self, _: &mut Rnic, _: abi::NameGidReq) -> Answer<abi::NameGidResp> {
+        Err(Status::Unsupported)
+    }
+
     fn attach_mcast(&self, rnic: &mut Rnic, r: abi::McastReq) -> Answer<Nothing> {
         done(rnic.attach_mcast(self.session, r.qpn, Gid(r.gid)))
     }
