@@ -167,7 +167,9 @@ struct unirdma_rsp_query_device {
 	__le16 max_cq_count;
 	__le16 max_cq_period_us;
 	__le32 max_fast_reg_pages;
-	__le32 reserved[6];
+	/* For verbs programs of a process. */
+	__le32 way;
+	__le32 reserved[5];
 };
 
 static_assert(sizeof(struct unirdma_rsp_query_device) == 256);

@@ -41,7 +41,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare};
+use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, Way};
 use unirdma_supervisor::admin::{Request, Response};
 use unirdma_supervisor::{Client, default_dir};
 
@@ -149,7 +149,7 @@ struct Out {
 enum VrnicCommand {
     /// Make a vRNIC
     #[command(
-        after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue\n  unirdma vrnic add r --ip 10.0.0.254 --allow-spoof    a router: its eth0 sends with the addresses of others\n\nWhat a container sends by eth0 must have addresses of its vRNIC; other frames are refused, and counted in `vrnic show`."
+        after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue\n  unirdma vrnic add r --ip 10.0.0.254 --allow-spoof    a router: its eth0 sends with the addresses of others\n  unirdma vrnic add c --group blue --way vf            its programs have a VF of this host's real RNIC (docs/user/real-rnic.md)\n\nWhat a container sends by eth0 must have addresses of its vRNIC; other frames are refused, and counted in `vrnic show`."
     )]
     Add(AddArgs),
     /// Change a vRNIC's weight, limits or permissions while its programs run
@@ -280,12 +280,36 @@ struct AddArgs {
     /// Its eth0 may send with any IP address, answer ARP for any, and advertise routes: for routers and proxies only
     #[arg(long)]
     allow_spoof: bool,
+    /// Way of its programs' data: the software RNIC, or a VF of this host's real RNIC. `auto` is a VF if the pool serves
+    /// its group
+    #[arg(long, value_enum, default_value_t = WayArg::Soft)]
+    way: WayArg,
+    /// vRNICs with the same instance may share a VF, as those of one container [default: its own name]
+    #[arg(long, value_name = "NAME")]
+    instance: Option<String>,
     #[command(flatten)]
     share: ShareArgs,
     #[command(flatten)]
     held: HeldArgs,
     #[command(flatten)]
     out: Out,
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum WayArg {
+    Soft,
+    Vf,
+    Auto,
+}
+
+impl From<WayArg> for Way {
+    fn from(way: WayArg) -> Way {
+        match way {
+            WayArg::Soft => Way::Soft,
+            WayArg::Vf => Way::Vf,
+            WayArg::Auto => Way::Auto,
+        }
+    }
 }
 
 impl AddArgs {
@@ -300,6 +324,8 @@ impl AddArgs {
             max_mr_bytes: self.max_mr_bytes,
             max_sessions: self.max_sessions,
             allow_spoof: self.allow_spoof,
+            way: self.way.into(),
+            instance: self.instance,
             share: self.share.set(),
             held: self.held.set(),
         };
@@ -391,7 +417,7 @@ enum RuleCommand {
 enum GroupCommand {
     /// Make a group
     #[command(
-        after_help = "Examples:\n  unirdma group add blue\n  unirdma group add blue --weight 300\n  unirdma group add blue --secret blue.secret    packets between hosts are sealed (`unirdma secret blue.secret` makes one)"
+        after_help = "Examples:\n  unirdma group add blue\n  unirdma group add blue --weight 300\n  unirdma group add blue --secret blue.secret    packets between hosts are sealed (`unirdma secret blue.secret` makes one)\n  unirdma group add blue --vlan 100       its vRNICs may have VFs of real RNICs, in this VLAN"
     )]
     Add {
         /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
@@ -404,12 +430,15 @@ enum GroupCommand {
         /// dropped
         #[arg(long, value_name = "FILE")]
         secret: Option<PathBuf>,
+        /// VLAN that keeps it apart on VFs of real RNICs, 1 to 4094; 0: none
+        #[arg(long, value_name = "N")]
+        vlan: Option<u16>,
         #[command(flatten)]
         out: Out,
     },
     /// Change a group while programs run
     #[command(
-        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more\n  unirdma group set blue --with red --secret pair.secret    seals packets between the two groups, which a rule joins"
+        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more\n  unirdma group set blue --vlan 100       the VLAN of the VFs that its vRNICs get from now on\n  unirdma group set blue --with red --secret pair.secret    seals packets between the two groups, which a rule joins"
     )]
     Set {
         /// Name of the group
@@ -427,6 +456,9 @@ enum GroupCommand {
         /// Accept no secret but the current one any more
         #[arg(long)]
         forget_old: bool,
+        /// VLAN that keeps it apart on VFs of real RNICs, 1 to 4094; 0: none. Programs that have a VF keep its VLAN
+        #[arg(long, value_name = "N")]
+        vlan: Option<u16>,
         #[command(flatten)]
         out: Out,
     },
@@ -541,14 +573,14 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
 
 fn group(dir: &std::path::Path, command: GroupCommand) -> io::Result<u8> {
     match command {
-        GroupCommand::Add { name, weight, secret, out } => {
+        GroupCommand::Add { name, weight, secret, vlan, out } => {
             let file = secret.as_deref().map(secret::open).transpose()?;
-            let request = Request::GroupAdd { name, weight: Some(weight), secret: file.is_some() };
+            let request = Request::GroupAdd { name, weight: Some(weight), secret: file.is_some(), vlan };
             ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
         }
-        GroupCommand::Set { name, weight, with, secret, forget_old, out } => {
+        GroupCommand::Set { name, weight, with, secret, forget_old, vlan, out } => {
             let (change, file) = secret::change(secret.as_deref(), forget_old)?;
-            let request = Request::GroupSet { name, weight, with, secret: change };
+            let request = Request::GroupSet { name, weight, with, secret: change, vlan };
             ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
         }
         GroupCommand::Ls { out } => ask(dir, &Request::GroupList, &out),

@@ -95,6 +95,7 @@ fn show(v: &VrnicInfo) -> String {
         ("pieces held", format!("{} of {}", v.held.pieces.used, v.held.pieces.limit)),
         ("filled in sparse files", format!("{} of {}", bytes(v.held.filled.used), bytes(v.held.filled.limit))),
         ("kept in the worker", format!("{} of {}", bytes(v.held.kept.used), bytes(v.held.kept.limit))),
+        ("way", way(v)),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
         ("kicks", format!("{}, each when the RNIC slept", v.kicks)),
@@ -167,6 +168,19 @@ fn frames(v: &VrnicInfo) -> String {
         ("by rules", f.rules),
     ]);
     why.map_or(rule.into(), |why| format!("{rule}; refused: {why}"))
+}
+
+fn way(v: &VrnicInfo) -> String {
+    let w = &v.way;
+    let mut text = w.in_force.name().to_owned();
+    if w.asked != w.in_force {
+        text += &format!(" ({} was asked for)", w.asked.name());
+    }
+    if let (Some(vf), Some(gid)) = (&w.vf, &w.gid) {
+        text += &format!(", VF {vf} with GID {gid}, {} programs", w.contexts);
+    }
+    w.why.iter().for_each(|why| text += &format!(": {why}"));
+    text
 }
 
 fn share(v: &VrnicInfo) -> String {
@@ -425,11 +439,12 @@ fn text(r: &Response) -> String {
         Response::Vrnic(v) => show(v),
         Response::Vrnics(v) => list(v),
         Response::Groups(g) => {
-            let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT", "SECRET"].map(String::from).to_vec()];
+            let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT", "SECRET", "VLAN"].map(String::from).to_vec()];
             let vni = |n: Option<u32>| n.map_or("-".into(), |n| n.to_string());
             let row = |g: &GroupInfo| {
                 let (weight, secret) = (g.weight.to_string(), vni(g.secret.map(u32::from)));
-                vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni), weight, secret]
+                let vlan = vni(Some(u32::from(g.vlan)).filter(|v| *v > 0));
+                vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni), weight, secret, vlan]
             };
             rows.extend(g.iter().map(row));
             // Only for groups whose weight somebody has changed.

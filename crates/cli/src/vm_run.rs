@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use clap::{Args, Subcommand, ValueEnum};
 use rustix::termios::{OptionalActions, Termios};
 use rustix::thread::UnshareFlags;
-use unirdma_ipc::vrnic::VrnicInfo;
+use unirdma_ipc::vrnic::{VrnicInfo, Way};
 use unirdma_supervisor::Client;
 
 use crate::container::show;
@@ -143,6 +143,11 @@ fn about(file: &Path) -> impl Fn(io::Error) -> io::Error {
 
 fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     let info = show(&mut Client::connect(dir)?, &args.vrnic)?;
+    if info.way.asked == Way::Vf {
+        let text =
+            "a virtual machine has the software RNIC, and this vRNIC has the way vf; make one with another --way";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
     for file in [&args.image, &args.user_data, &args.kernel, &args.initrd].into_iter().flatten() {
         File::open(file).map_err(about(file))?;
     }

@@ -283,7 +283,7 @@ impl Device {
         }
     }
 
-    fn query_device(&self, _: &mut Rnic, _: Nothing) -> Answer<abi::QueryDeviceResp> {
+    fn query_device(&self, rnic: &mut Rnic, _: Nothing) -> Answer<abi::QueryDeviceResp> {
         let c = self.identity.shown_config();
         let paced = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend];
         let mut resp = abi::QueryDeviceResp {
@@ -300,6 +300,7 @@ impl Device {
             max_cq_count: u16::MAX,
             max_cq_period_us: u16::MAX,
             max_fast_reg_pages: abi::MAX_FAST_PAGES,
+            way: if rnic.vf_use(self.identity.vrnic).asks { abi::WAY_VF } else { abi::WAY_SOFT },
             ..Default::default()
         };
         let put = |dst: &mut [u8; 32], text: &str| {
@@ -583,12 +584,14 @@ impl Device {
         rnic.cm_event(self.session, r.queue)
     }
 
-    fn resolve(&self, _: &mut Rnic, _: abi::ResolveReq) -> Answer<abi::ResolveResp> {
-        Err(Status::Unsupported)
+    fn resolve(&self, rnic: &mut Rnic, r: abi::ResolveReq) -> Answer<abi::ResolveResp> {
+        let typ = QpType::from_raw(r.qp_type).ok_or(Status::BadValue)?;
+        let path = rnic.resolve_by_vf(self.session, r.sgid_index, Gid(r.dgid), typ)?;
+        Ok(abi::ResolveResp { dgid: path.gid, max_mtu: path.mtu.into(), reserved: 0 })
     }
 
-    fn name_gid(&self, _: &mut Rnic, _: abi::NameGidReq) -> Answer<abi::NameGidResp> {
-        Err(Status::Unsupported)
+    fn name_gid(&self, rnic: &mut Rnic, r: abi::NameGidReq) -> Answer<abi::NameGidResp> {
+        Ok(abi::NameGidResp { gid: rnic.name_of_vf(self.session, Gid(r.real))?.0 })
     }
 
     fn attach_mcast(&self, rnic: &mut Rnic, r: abi::McastReq) -> Answer<Nothing> {

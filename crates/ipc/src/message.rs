@@ -9,15 +9,15 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 use unirdma_confine::InForce;
 use unirdma_device::HoldTimes;
-use unirdma_rnic::{Limits, Share, WireDrops};
+use unirdma_rnic::{Limits, Share, VfUse, WireDrops};
 
 use crate::config::EngineConfig;
 use crate::counters::{PortCounters, SealInfo, TunnelDrops};
 use crate::network::{Changes, Enrolment, Plan};
-use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo};
+use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo, Way};
 
 /// Version of these messages.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// A worker's configuration, given at its start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -47,6 +47,16 @@ pub struct NewVrnic {
     pub allow_spoof: bool,
     /// Whether its link is up.
     pub up: bool,
+    /// The way that its programs are to go.
+    #[serde(default)]
+    pub way: Way,
+    /// The container or virtual machine that it belongs to: those of one instance may share a VF. `None`: it is one by
+    /// itself.
+    #[serde(default)]
+    pub instance: Option<String>,
+    /// What its programs have at present, for a worker. It is nothing that a keeper needs.
+    #[serde(default)]
+    pub vf_use: VfUse,
 }
 
 /// A call of the supervisor.
@@ -88,6 +98,11 @@ pub enum Call {
     Link {
         name: String,
         up: bool,
+    },
+    /// Its programs ask for leases, or not; they have a VF, or not.
+    VfUse {
+        name: String,
+        vf_use: VfUse,
     },
     Address {
         name: String,

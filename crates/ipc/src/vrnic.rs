@@ -67,6 +67,53 @@ impl std::str::FromStr for IpNet {
     }
 }
 
+/// The way of a vRNIC's programs to their peers, as an administrator asks for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Way {
+    /// By the software RNIC.
+    #[default]
+    Soft,
+    /// By a VF of a real RNIC.
+    Vf,
+    /// By a VF if this host has a pool that serves the vRNIC, else by the software RNIC.
+    Auto,
+}
+
+impl Way {
+    /// The word for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Way::Soft => "soft",
+            Way::Vf => "vf",
+            Way::Auto => "auto",
+        }
+    }
+
+    /// True if programs may get a VF, so that they ask for a lease.
+    pub fn asks(self) -> bool {
+        self != Way::Soft
+    }
+}
+
+/// The way of a vRNIC's programs: the one asked for, and the one in force.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct WayInfo {
+    /// As an administrator asks for it.
+    pub asked: Way,
+    /// `soft` or `vf`: what the next program gets, as far as is known before it asks.
+    pub in_force: Way,
+    /// Why it is not a VF although one was asked for, or what a VF does not hold.
+    pub why: Option<String>,
+    /// The VF that its programs have, such as `ens1f0/3`.
+    pub vf: Option<String>,
+    /// The GID of this VF.
+    pub gid: Option<String>,
+    /// The programs that have this VF.
+    pub contexts: u32,
+}
+
 /// A request for a new vRNIC.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
@@ -84,6 +131,9 @@ pub struct AddVrnic {
     pub max_sessions: Option<u32>,
     /// Its interface may send with any IP address, as a router does.
     pub allow_spoof: bool,
+    pub way: Way,
+    /// The container or virtual machine that it belongs to; `None`: it is one by itself.
+    pub instance: Option<String>,
     #[serde(flatten)]
     pub share: SetShare,
     #[serde(flatten)]
@@ -274,6 +324,9 @@ pub struct VrnicInfo {
     /// Its QPs. Not in lists.
     #[serde(default)]
     pub queue_pairs: Vec<QpInfo>,
+    /// The way of its programs.
+    #[serde(default)]
+    pub way: WayInfo,
 }
 
 impl VrnicInfo {

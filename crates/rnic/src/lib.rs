@@ -92,7 +92,7 @@ pub use job::Job;
 pub use multicast::MAX_MULTICAST_QPS;
 pub use objects::{
     Account, Backing, Counters, CreateQp, Dropped, Limits, MrNote, OpenXrcd, PageList, QpInfo, Resolve, SessionId,
-    SrqAttr, SrqInfo, Usage, VrnicConfig, VrnicId, WireCounters,
+    SrqAttr, SrqInfo, Usage, VfPath, VfUse, VrnicConfig, VrnicId, WireCounters,
 };
 pub use output::Output;
 pub use pace::{DEFAULT_WEIGHT, Share};

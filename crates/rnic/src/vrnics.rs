@@ -15,8 +15,8 @@ use unirdma_formats::{AsyncEvent, Gid};
 use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::objects::{
-    Account, Begun, Counters, MemoryState, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Rooms, SessionId, Usage, Used, Vrnic,
-    VrnicConfig, VrnicId,
+    Account, Begun, Counters, MemoryState, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Rooms, SessionId, Usage, Used, VfUse,
+    Vrnic, VrnicConfig, VrnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -32,6 +32,7 @@ impl Core {
             group: c.group,
             gids: c.gids,
             up: true,
+            vf_use: VfUse::default(),
             limits: c.limits,
             limit: Limit::new(c.share),
             used: Used::default(),
@@ -64,6 +65,7 @@ impl Core {
     pub(crate) fn remove_vrnic(&mut self, id: VrnicId) {
         while self.tear_down_of(id, usize::MAX) {}
         self.list_gids(id, false);
+        self.set_vf_use(id, VfUse::default());
         self.sched.remove(id);
         self.objects.vrnics.remove(id.0);
     }
@@ -218,6 +220,31 @@ impl Core {
                 self.objects.by_gid.remove(&(v.group, gid));
             }
         }
+    }
+
+    /// Sets the way of a vRNIC's programs.
+    pub fn set_vf_use(&mut self, id: VrnicId, vf_use: VfUse) {
+        let Some(v) = self.objects.vrnics.get_mut(id.0) else { return };
+        let (group, before) = (v.group, std::mem::replace(&mut v.vf_use, vf_use));
+        if before.vf == vf_use.vf {
+            return;
+        }
+        if let Some(vf) = before.vf {
+            let key = (group, Gid(vf.gid));
+            let there = self.objects.by_vf.entry(key).or_default();
+            there.retain(|&v| v != id);
+            if there.is_empty() {
+                self.objects.by_vf.remove(&key);
+            }
+        }
+        if let Some(vf) = vf_use.vf {
+            self.objects.by_vf.entry((group, Gid(vf.gid))).or_default().push(id);
+        }
+    }
+
+    /// The way of a vRNIC's programs.
+    pub fn vf_use(&self, id: VrnicId) -> VfUse {
+        self.objects.vrnics.get(id.0).map_or(VfUse::default(), |v| v.vf_use)
     }
 
     /// Updates at each QP and AH of a vRNIC whether it has a link.

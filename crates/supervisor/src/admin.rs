@@ -61,6 +61,9 @@ pub enum Request {
         /// The file sent along contains the group's secret.
         #[serde(default)]
         secret: bool,
+        /// Its VLAN on real RNICs.
+        #[serde(default)]
+        vlan: Option<u16>,
     },
     GroupSet {
         name: String,
@@ -71,6 +74,9 @@ pub enum Request {
         with: Option<String>,
         #[serde(default)]
         secret: Option<SecretChange>,
+        /// Its VLAN on real RNICs; 0: none.
+        #[serde(default)]
+        vlan: Option<u16>,
     },
     GroupList,
     /// The rules between groups in force on this host.
@@ -137,6 +143,9 @@ pub struct GroupInfo {
     /// Number of the secret that it sends with; `None`: it has no secret.
     #[serde(default)]
     pub secret: Option<u8>,
+    /// Its VLAN on real RNICs; 0: none.
+    #[serde(default)]
+    pub vlan: u16,
 }
 
 /// The pool of VFs.

@@ -108,6 +108,17 @@ impl Lease {
         true
     }
 
+    /// Changes the rate of a vRNIC. False if nothing changes.
+    pub(crate) fn set_rate(&mut self, vrnic: &str, rate_mbps: u32) -> bool {
+        let contexts = self.vrnics.get_mut(vrnic).filter(|c| c.rate_mbps != rate_mbps);
+        let Some(contexts) = contexts else { return false };
+        contexts.rate_mbps = rate_mbps;
+        if self.phase == Phase::Open {
+            self.share_rate();
+        }
+        true
+    }
+
     fn share_rate(&mut self) {
         let mut rates = self.vrnics.values().map(|c| c.rate_mbps);
         let sum = rates.try_fold(0u32, |sum, rate| (rate > 0).then_some(sum.saturating_add(rate)));
@@ -158,6 +169,7 @@ mod tests {
         l.open("c", 0);
         assert_eq!(l.rate_mbps, 0);
         assert!(l.recount("c", |n| n - 1, now) && !l.recount("c", |n| n - 1, now));
+        assert!(l.set_rate("a", 70) && !l.set_rate("a", 70) && !l.set_rate("x", 1) && l.rate_mbps == 120);
         assert!(l.recount("a", |_| 0, now) && l.phase == Phase::Open && l.rate_mbps == 50);
         assert!(l.recount("b", |n| n - 1, now) && l.phase == Phase::Lingers { since: now } && l.rate_mbps == 50);
     }

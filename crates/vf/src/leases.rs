@@ -162,6 +162,22 @@ impl Leases {
         }
     }
 
+    /// Whether a request could be served if a VF is free.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    pub fn serves(&self, config: &Config, request: &Request) -> Result<(), Refusal> {
+        self.check(config, request)
+    }
+
+    /// Changes the rate of a vRNIC that has contexts.
+    pub fn set_rate(&mut self, vrnic: &str, rate_mbps: u32) {
+        let ids: Vec<LeaseId> = self.leases.values().filter(|l| l.vrnics.contains_key(vrnic)).map(|l| l.id).collect();
+        for id in ids {
+            self.change(id, |l| l.set_rate(vrnic, rate_mbps));
+        }
+    }
+
     /// Ends a request that waits.
     pub fn cancel(&mut self, ticket: Ticket) {
         self.waiting.retain(|w| w.ticket != ticket);

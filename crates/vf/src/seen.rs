@@ -96,6 +96,8 @@ pub struct NetdevSeen {
     pub mac: Mac,
     /// It is up.
     pub up: bool,
+    /// Its MTU, bytes.
+    pub mtu: u32,
     /// Addresses that somebody gave it, so without link-local and autoconfigured ones.
     pub addresses: BTreeSet<Address>,
     /// `accept_local`.

@@ -120,7 +120,7 @@ impl Registering {
 
 #[test]
 fn other_sessions_go_on_while_a_long_list_is_looked_up() {
-    let World { me, mut other } = World::new();
+    let World { me, mut other, .. } = World::new();
     let mut r = Registering::new(me);
     let lookup = r.begin();
     let mut control = Control::new(&mut other);

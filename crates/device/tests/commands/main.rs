@@ -7,13 +7,13 @@ mod world;
 
 use std::collections::BTreeSet;
 
-use table::rows;
+use table::{OWN_VF, PEER_VF, resolve, rows};
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, Status};
 use unirdma_formats::{QpState, QpType};
 use unirdma_link::{Handler, Vring};
 use unirdma_rnic::Share;
-use world::{Kind, World};
+use world::{Kind, OWN, PEER, World, gid, to};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Bytes of the request and of the response of each command, without headers.
@@ -110,6 +110,64 @@ fn query_device_has_the_configuration_space_and_what_follows_from_it() {
     // RC is 2, UC 3, UD 4 and the XRC initiator 9.
     assert_eq!((d.rate_limit_qp_types, d.max_cq_count), (0b10_0001_1100, u16::MAX));
     assert!(d.name.starts_with(b"a\0"));
+}
+
+#[test]
+fn programs_on_vfs_reach_each_other_by_the_gids_of_the_vfs() {
+    let w = World::new();
+    let way = || w.me.ok::<abi::QueryDeviceResp>(Command::QueryDevice, &abi::Nothing {}).way;
+    assert_eq!(way(), abi::WAY_SOFT);
+    w.lend(Some(OWN_VF), Some(PEER_VF));
+    assert_eq!(way(), abi::WAY_VF);
+    let reach = |to: &str, typ| {
+        let r: abi::ResolveResp = w.me.ok(Command::Resolve, &resolve(to, typ));
+        (r.dgid, r.max_mtu)
+    };
+    for typ in [QpType::Rc, QpType::Uc, QpType::Ud] {
+        for (to, vf) in [(PEER, PEER_VF), (PEER_VF, PEER_VF), (OWN, OWN_VF), (OWN_VF, OWN_VF)] {
+            assert_eq!(reach(to, typ), (gid(vf), 3), "{to} {typ:?}");
+        }
+    }
+    assert_eq!(reach("239.1.1.1", QpType::Ud), (gid("239.1.1.1"), 3));
+    let name = |real: &str| w.me.ok::<abi::NameGidResp>(Command::NameGid, &abi::NameGidReq { real: gid(real) }).gid;
+    assert_eq!((name(OWN_VF), name(PEER_VF)), (gid(OWN), gid(PEER)));
+    // vRNICs of one instance share a VF, which has the name of the first one.
+    w.lend(Some(PEER_VF), Some(PEER_VF));
+    assert_eq!(name(PEER_VF), gid(PEER));
+    let gone = w.me.call(Command::NameGid, abi::NameGidReq { real: gid(OWN_VF) }.as_bytes(), 1024).0;
+    assert_eq!(gone, Status::Unreachable as u8);
+}
+
+#[test]
+fn a_soft_qp_does_not_reach_programs_on_a_vf() {
+    let w = World::new();
+    let qp = w.me.qp(QpType::Rc);
+    w.me.ok::<abi::Nothing>(Command::ModifyQp, &w.me.modify(qp.qpn, QpState::Init, PEER, 9));
+    let connect = || w.me.call(Command::ModifyQp, w.me.modify(qp.qpn, QpState::Rtr, PEER, 9).as_bytes(), 1024).0;
+    let attr = to(PEER);
+    let ah = || {
+        let request = abi::CreateAhReq { pdn: w.me.make(Kind::Pd), attr, ..Default::default() };
+        w.me.call(Command::CreateAh, request.as_bytes(), 1024).0
+    };
+    w.lend(None, Some(PEER_VF));
+    assert_eq!((connect(), ah()), (Status::Unreachable as u8, Status::Unreachable as u8));
+    w.lend(None, None);
+    assert_eq!((connect(), ah()), (0, 0));
+}
+
+/// Connection management carries the numbers of a VF's QPs, which are none of this RNIC.
+#[test]
+fn a_program_on_a_vf_names_qps_of_the_vf() {
+    let w = World::new();
+    let listen = |qpn| {
+        let param = abi::CmParam { qpn, ..Default::default() };
+        let request = abi::CmReq { param, ..w.me.cm_request(CmOp::Listen, w.me.id(abi::port_space::UDP)) };
+        w.me.call(Command::Cm, request.as_bytes(), 1024).0
+    };
+    assert_eq!(listen(0x11), Status::BadHandle as u8);
+    w.lend(Some(OWN_VF), None);
+    assert_eq!((listen(0x11), listen(0xff_ffff)), (0, 0));
+    assert_eq!(listen(1 << 24), Status::BadHandle as u8);
 }
 
 /// A vRNIC may have more in all its sessions than one session is told (R06, R07).

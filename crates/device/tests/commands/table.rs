@@ -90,7 +90,7 @@ fn decline(w: &World) {
 const HANDLE: usize = offset_of!(abi::HandleReq, handle);
 
 pub fn rows() -> Vec<Row> {
-    [queries(), memory(), completion(), queue_pairs(), shared_receives(), datagrams(), connections()]
+    [queries(), vfs(), memory(), completion(), queue_pairs(), shared_receives(), datagrams(), connections()]
         .into_iter()
         .flatten()
         .collect()
@@ -153,6 +153,56 @@ fn queries() -> Vec<Row> {
                 handle(doorbell)
             },
         ),
+    ]
+}
+
+/// Addresses of two VFs.
+pub const OWN_VF: &str = "10.50.0.10";
+pub const PEER_VF: &str = "10.50.0.11";
+
+pub fn resolve(dgid: &str, qp_type: QpType) -> abi::ResolveReq {
+    abi::ResolveReq { dgid: gid(dgid), qp_type: qp_type as u32, ..Default::default() }
+}
+
+fn vfs() -> Vec<Row> {
+    use Status::*;
+    vec![
+        row(C::Resolve, |w| {
+            w.lend(Some(OWN_VF), Some(PEER_VF));
+            bytes(resolve(PEER, QpType::Rc))
+        })
+        .refused(BadState, "no VF", |w| {
+            w.lend(None, Some(PEER_VF));
+            bytes(resolve(PEER, QpType::Rc))
+        })
+        .refused(BadValue, "no such QP type", |w| {
+            w.lend(Some(OWN_VF), Some(PEER_VF));
+            bytes(abi::ResolveReq { qp_type: 99, ..resolve(PEER, QpType::Rc) })
+        })
+        .refused(BadValue, "not its own GID", |w| {
+            w.lend(Some(OWN_VF), Some(PEER_VF));
+            bytes(abi::ResolveReq { sgid_index: 1, ..resolve(PEER, QpType::Rc) })
+        })
+        .refused(Unreachable, "the destination has no VF", |w| {
+            w.lend(Some(OWN_VF), None);
+            bytes(resolve(PEER, QpType::Rc))
+        })
+        .refused(Unreachable, "nobody", |w| {
+            w.lend(Some(OWN_VF), Some(PEER_VF));
+            bytes(resolve(NOBODY, QpType::Rc))
+        })
+        .refused(Unreachable, "a connection with a multicast group", |w| {
+            w.lend(Some(OWN_VF), None);
+            bytes(resolve("239.1.1.1", QpType::Rc))
+        }),
+        row(C::NameGid, |w| {
+            w.lend(None, Some(PEER_VF));
+            bytes(abi::NameGidReq { real: gid(PEER_VF) })
+        })
+        .refused(Unreachable, "nobody has it", |w| {
+            w.lend(Some(OWN_VF), None);
+            bytes(abi::NameGidReq { real: gid(PEER_VF) })
+        }),
     ]
 }
 

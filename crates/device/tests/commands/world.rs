@@ -12,7 +12,7 @@ use unirdma_device::{BackgroundLookup, Device, Identity, KeptByRnic, Pollers, Sh
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
 use unirdma_link::{BlockingFd, Handler, KINDS, Ledger, Memory, RegionDesc};
 use unirdma_mem::{Bell, MemFd, Span};
-use unirdma_rnic::{Account, Limits, Rnic, SessionId, Share, VrnicConfig, VrnicId};
+use unirdma_rnic::{Account, Limits, Rnic, SessionId, Share, VfPath, VfUse, VrnicConfig, VrnicId};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 const MEMORY: usize = 4 << 20;
@@ -82,6 +82,8 @@ pub struct Posting {
 pub struct World {
     pub me: Side,
     pub other: Side,
+    /// The vRNIC with the address [`PEER`].
+    peer: VrnicId,
 }
 
 impl World {
@@ -115,14 +117,22 @@ impl World {
             rnic.add_vrnic(VrnicConfig { group: 0, gids: vec![Gid(gid(ip))], limits, share: Share::default() })
                 .expect("vRNIC")
         };
-        let (vrnic, _) = (vrnic(OWN), vrnic(PEER));
+        let (vrnic, peer) = (vrnic(OWN), vrnic(PEER));
         let features = abi::FEATURE_INVALIDATE | abi::FEATURE_GSI | abi::FEATURE_FAST_REG;
         let mut config = abi::Config { features, max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
         change(&mut config);
         let identity = Identity { vrnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Arc::default() };
         let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
-        World { me: side(), other: side() }
+        World { me: side(), other: side(), peer }
+    }
+
+    /// Gives VFs with these addresses to the own vRNIC and to the other one.
+    pub fn lend(&self, own: Option<&str>, peer: Option<&str>) {
+        for (id, vf) in [(self.me.dev.vrnic(), own), (self.peer, peer)] {
+            let vf = vf.map(|ip| VfPath { gid: gid(ip), mtu: 3 });
+            self.me.rnic.lock().set_vf_use(id, VfUse { asks: true, vf });
+        }
     }
 }
 

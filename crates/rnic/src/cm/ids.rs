@@ -173,7 +173,12 @@ impl Manager<'_> {
         if p.qpn == 0 {
             return Ok(());
         }
-        self.core.objects.own_qp(s, Qpn(p.qpn))?;
+        let vrnic = self.core.objects.vrnic_of(s)?;
+        // The QPs of a program that has a VF are the VF's, whose numbers are not known here.
+        let is_of_vf = self.core.objects.vf_of(vrnic).is_some() && p.qpn <= Qpn::MASK;
+        if !is_of_vf {
+            self.core.objects.own_qp(s, Qpn(p.qpn))?;
+        }
         let c = self.cm.ids.get_mut(id).filter(|c| c.is_datagram()).ok_or(Status::BadValue)?;
         c.answers = Some((p.qpn, if p.qkey == 0 { UDP_QKEY } else { p.qkey }));
         Ok(())

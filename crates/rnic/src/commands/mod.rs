@@ -4,6 +4,7 @@ mod fast_reg;
 mod multicast;
 pub(crate) mod qp;
 mod srq;
+mod vf;
 mod window;
 mod xrc;
 
@@ -304,6 +305,11 @@ impl Core {
         let (flow, target, linked) = self.resolve_address(vrnic, a, true)?;
         if !matches!(target, Target::Many) {
             let (gid, across) = (Gid(a.grh.dgid), target.across());
+            if let Target::Here(there) = target
+                && self.objects.vf_of(there).is_some()
+            {
+                return Err(Status::Unreachable);
+            }
             if !self.may_send_to(vrnic, gid, across) {
                 self.count_refused(vrnic);
                 return Err(Status::Unreachable);

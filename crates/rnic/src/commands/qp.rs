@@ -245,7 +245,8 @@ impl Core {
     ///
     /// # Errors
     /// `BadState` for a transition that does not exist or takes other attributes, `BadValue` for a
-    /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID.
+    /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID, or if the programs of
+    /// the one that has it use a VF.
     pub fn modify_qp(&mut self, s: SessionId, qpn: u32, mask: u32, a: &abi::QpAttr) -> Result<()> {
         use attr_mask as m;
         let a = &fitted(a);
@@ -289,6 +290,10 @@ impl Core {
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
             let peer_vrnic =
                 self.objects.find_vrnic(v.group, dgid).filter(|&p| !self.is_wired(p, Qpn(peer_qpn), q.qpn));
+            // This RNIC's packets do not get to the QPs of a VF.
+            if peer_vrnic.is_some_and(|p| self.objects.vf_of(p).is_some()) {
+                return Err(Status::Unreachable);
+            }
             let port = source_port(self.net.first_port, ah.grh.flow_label, q.qpn.0, peer_qpn);
             peer = Some(match peer_vrnic {
                 Some(vrnic) => Peer::Here(vrnic),

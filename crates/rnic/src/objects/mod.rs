@@ -56,7 +56,7 @@ pub(crate) use revoked_regions::Revoked;
 pub(crate) use send_op::{Recv, SendOp, Spare, Wait};
 pub(crate) use session::{Handles, Session};
 pub(crate) use vrnic::{Begun, Used, Vrnic};
-pub use vrnic::{Counters, Failures, Limits, MrNote, Usage, VrnicConfig, WireCounters};
+pub use vrnic::{Counters, Failures, Limits, MrNote, Usage, VfPath, VfUse, VrnicConfig, WireCounters};
 pub(crate) use wire::{
     Answer, Copies, Flight, Message, Responder, WINDOW_MAX, WINDOW_MIN, Window as CongestionWindow, Wire, transport_of,
 };
@@ -76,6 +76,8 @@ pub(crate) struct Objects {
     pub vrnics: Slab<Vrnic, VrnicKind>,
     /// By group and GID.
     pub by_gid: HashMap<(u32, Gid), Vec<VrnicId>>,
+    /// vRNICs that have VFs, by group and the VF's GID. vRNICs of one instance share a VF.
+    pub by_vf: HashMap<(u32, Gid), Vec<VrnicId>>,
     pub sessions: Slab<Session, SessionKind>,
     pub dropped: Dropped,
     pub dead_objects: DeadObjects,
@@ -107,6 +109,16 @@ impl Objects {
             return None;
         }
         self.by_gid.get(&(group, gid))?.first().copied()
+    }
+
+    /// The vRNICs of a group that have the VF with this GID.
+    pub fn vrnics_on_vf(&self, group: u32, gid: Gid) -> &[VrnicId] {
+        self.by_vf.get(&(group, gid)).map_or(&[], |v| v)
+    }
+
+    /// The VF that the programs of a vRNIC have.
+    pub fn vf_of(&self, id: VrnicId) -> Option<VfPath> {
+        self.vrnics.get(id.0)?.vf_use.vf
     }
 
     /// The vRNIC of a QP.

@@ -26,6 +26,24 @@ pub struct VrnicConfig {
     pub share: Share,
 }
 
+/// How the VF of a real RNIC is reached by which the programs of a vRNIC talk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct VfPath {
+    /// Its GID (RoCE v2).
+    pub gid: [u8; 16],
+    /// The largest path MTU that it takes, an `ibv_mtu`.
+    pub mtu: u8,
+}
+
+/// The way of a vRNIC's programs to their peers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct VfUse {
+    /// Programs ask for a lease of a VF before they open the device.
+    pub asks: bool,
+    /// The VF that its programs have at present. Their QPs are none of this RNIC.
+    pub vf: Option<VfPath>,
+}
+
 /// Quotas of one vRNIC (X12).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Limits {
@@ -100,6 +118,7 @@ pub(crate) struct Vrnic {
     pub gids: Vec<Gid>,
     /// Its link is up.
     pub up: bool,
+    pub vf_use: VfUse,
     pub limits: Limits,
     pub limit: Limit,
     /// The resources that its sessions use.

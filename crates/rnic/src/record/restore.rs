@@ -16,7 +16,7 @@ use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, BounceMemory, Connection, Cq, Datagrams, DoorbellPage, Handles, Held, Local,
     MemoryState, Moderation, Mr, NO_SLOT, Note, PAGE_TIME, Pause, Pd, Prefetched, Qp, Revoked, Room, Rooms, SendOp,
-    Served, Session, SessionId, Srq, Used, Vrnic, VrnicId, Wait, Window, XrcSrq, Xrcd,
+    Served, Session, SessionId, Srq, Used, VfUse, Vrnic, VrnicId, Wait, Window, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -142,6 +142,7 @@ impl Core {
             group: *group,
             gids: gids.iter().map(|&g| Gid(g)).collect(),
             up: *up,
+            vf_use: VfUse::default(),
             limits: limits.restore(),
             limit: Limit { share, bits_until: now.saturating_add(*bits_ns), ops_until: now.saturating_add(*ops_ns) },
             used: Used::default(),

@@ -222,6 +222,8 @@ impl<'a> Saver<'a> {
             group,
             gids,
             up,
+            // Leases do not move.
+            vf_use: _,
             limits,
             limit,
             used: _,

@@ -339,7 +339,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     for request in [
         Request::VrnicSet { name: "a".into(), share, allow_spoof: None, held },
         Request::VrnicRemove { name: "a".into(), force: true },
-        Request::GroupAdd { name: "g".into(), weight: None, secret: false },
+        Request::GroupAdd { name: "g".into(), weight: None, secret: false, vlan: None },
     ] {
         let e = host.ask(request).unwrap_err();
         assert!(e.contains("the control centre's (https://127.0.0.1"), "{e}");

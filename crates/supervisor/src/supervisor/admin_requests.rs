@@ -3,8 +3,8 @@
 use unirdma_confine::MAX_GROUP_WEIGHT;
 use unirdma_formats::Guid;
 use unirdma_ipc::message::{Answer, Call, NewVrnic, WorkerStatus};
-use unirdma_ipc::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
-use unirdma_rnic::Share;
+use unirdma_ipc::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo, Way};
+use unirdma_rnic::{Share, VfUse};
 
 use super::error::{AddressError, Reply, RequestError};
 use super::secrets::NewSecret;
@@ -15,6 +15,9 @@ use std::time::Duration;
 
 /// Age up to which a notice of a stuck thread is current. The worker repeats it once a second.
 const STUCK_NOW: Duration = Duration::from_secs(3);
+
+/// The largest VLAN (IEEE 802.1Q).
+const MAX_VLAN: u16 = 4094;
 
 impl Supervisor {
     pub(super) fn answer(self: &Arc<Self>, id: u64, request: Request, fd: Option<OwnedFd>) -> Reply {
@@ -30,11 +33,18 @@ impl Supervisor {
             Request::VrnicLink { name, up } => self.set_link(&name, up).map(|()| Response::Done),
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
-            Request::GroupAdd { name, weight, secret } => {
-                self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT), secret.then_some(fd))
+            Request::GroupAdd { name, weight, secret, vlan } => {
+                vlan.map_or(Ok(()), |v| self.check_vlan(&name, v))?;
+                let made = self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT), secret.then_some(fd));
+                made.and_then(|done| vlan.map_or(Ok(done), |v| self.set_vlan(&name, v)))
             }
-            Request::GroupSet { name, weight, with, secret } => {
-                self.set_group(&name, weight, with.as_deref(), secret, fd)
+            Request::GroupSet { name, vlan: Some(vlan), weight: None, with: None, secret: None } => {
+                self.set_vlan(&name, vlan)
+            }
+            Request::GroupSet { name, weight, with, secret, vlan } => {
+                vlan.map_or(Ok(()), |v| self.check_vlan(&name, v))?;
+                let done = self.set_group(&name, weight, with.as_deref(), secret, fd);
+                done.and_then(|done| vlan.map_or(Ok(done), |v| self.set_vlan(&name, v)))
             }
             Request::RuleList => {
                 let rules = self.around.network.as_ref().map(|n| lock(n).rules());
@@ -54,6 +64,7 @@ impl Supervisor {
                     weight: group.weight(),
                     weight_lacks: weight_lacks.clone(),
                     secret: group.seal_note().number,
+                    vlan: group.vlan(),
                 });
                 Ok(Response::Groups(infos.collect()))
             }
@@ -145,10 +156,14 @@ impl Supervisor {
         file: Option<OwnedFd>,
     ) -> Reply {
         if weight.is_none() && secret.is_none() {
-            return Err(RequestError::Malformed("nothing to set; give --weight, --secret or --forget-old"));
+            return Err(RequestError::Malformed("nothing to set; give --weight, --vlan, --secret or --forget-old"));
         }
         weight.map_or(Ok(()), check_weight)?;
         let group = self.names().groups.get(name).cloned().ok_or_else(|| no_group(name))?;
+        let is_sealed = matches!(secret, Some(SecretChange::File)) && with.is_none();
+        if is_sealed && self.around.lender.lends_to_group(name) {
+            return Err(RequestError::GroupOnVfs(name.into()));
+        }
         match (secret, with) {
             (Some(change), None) => self.change_secrets(&group, None, &NewSecret::read(change, file)?)?,
             (Some(change), Some(other)) => self.change_pair(&group, other, &NewSecret::read(change, file)?)?,
@@ -166,6 +181,29 @@ impl Supervisor {
             group.set_weight(weight)?;
             self.keep_group(&group, &inner);
         }
+        Ok(Response::Done)
+    }
+
+    /// Refuses a VLAN that a group cannot have.
+    fn check_vlan(&self, name: &str, vlan: u16) -> Result<(), RequestError> {
+        if vlan > MAX_VLAN {
+            return Err(RequestError::Vlan(vlan));
+        }
+        let names = self.names();
+        let mut others = names.groups.iter().filter(|(g, group)| *g != name && vlan > 0 && group.vlan() == vlan);
+        others.next().map_or(Ok(()), |(g, _)| Err(RequestError::VlanTaken { vlan, group: g.clone() }))
+    }
+
+    /// Sets the VLAN that a group has on real RNICs; 0: none. Leases that its vRNICs have keep theirs.
+    fn set_vlan(&self, name: &str, vlan: u16) -> Reply {
+        let group = self.names().groups.get(name).cloned().ok_or_else(|| no_group(name))?;
+        let inner = group.lock();
+        if inner.removed {
+            return Err(RequestError::GroupGone(name.into()));
+        }
+        self.check_vlan(name, vlan)?;
+        group.set_vlan(vlan);
+        self.keep_group(&group, &inner);
         Ok(Response::Done)
     }
 
@@ -201,9 +239,21 @@ impl Supervisor {
     pub(super) fn add_vrnic_as(&self, add: &AddVrnic, hardware: Option<Hardware>, up: bool) -> Reply {
         vrnic::check_name("vRNIC", &add.name)?;
         let share = add.share.apply(Share::default())?;
+        add.instance.as_deref().map_or(Ok(()), |i| vrnic::check_name("instance", i))?;
         let (group, ips, hardware) = self.reserve(add, hardware)?;
-        let (name, limits) = (add.name.clone(), add.limits());
-        let new = NewVrnic { name, ips, hardware, limits, share, held: add.held, allow_spoof: add.allow_spoof, up };
+        let new = NewVrnic {
+            name: add.name.clone(),
+            ips,
+            hardware,
+            limits: add.limits(),
+            share,
+            held: add.held,
+            allow_spoof: add.allow_spoof,
+            up,
+            way: add.way,
+            instance: add.instance.clone(),
+            vf_use: VfUse { asks: add.way.asks(), vf: None },
+        };
         let made = self.make_vrnic(&group, new);
         if made.is_err() {
             self.names().vrnics.remove(&add.name);
@@ -244,13 +294,27 @@ impl Supervisor {
         if inner.removed {
             return Err(RequestError::GroupGone(group.name.clone()));
         }
-        let listeners = listen(&self.dir, &name).map_err(|error| RequestError::Serve { vrnic: name.clone(), error })?;
+        if new.way == Way::Vf {
+            self.around
+                .lender
+                .check(&name, &group.borrower(&new))
+                .map_err(|why| RequestError::NoVf(name.clone(), why))?;
+        }
+        let serve = |error| RequestError::Serve { vrnic: name.clone(), error };
+        let listeners = listen(&self.dir, &name).map_err(serve)?;
+        let lease_listener = new.way.asks().then(|| listen_for_leases(&self.dir, &name)).transpose();
+        let lease_listener = lease_listener.map_err(|e| {
+            let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
+            serve(e)
+        })?;
         let added = group.call(&mut inner, &Call::Add(new.clone()), &listeners.each_ref().map(AsFd::as_fd));
         if let Err(e) = added {
             let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
             return Err(e.into());
         }
-        inner.members.insert(name.clone(), Member { new, listeners, attached: None, containers: BTreeMap::new() });
+        let member = Member { new, listeners, lease_listener, attached: None, containers: BTreeMap::new() };
+        group.lend_to(&member);
+        inner.members.insert(name.clone(), member);
         self.keep_vrnic(group, &inner, &name);
         Ok(())
     }
@@ -267,6 +331,7 @@ impl Supervisor {
             return Err(RequestError::InUse { vrnic: name.into(), sessions });
         }
         inner.members.remove(name).ok_or_else(|| unknown(name))?;
+        self.around.lender.remove(name);
         // A worker that does not answer is killed, and the next one will not get this vRNIC.
         let _ = group.call(&mut inner, &Call::Remove { name: name.into() }, &[]);
         self.keep_vrnic(&group, &inner, name);
@@ -303,6 +368,7 @@ impl Supervisor {
             group.call(inner, &Call::AllowSpoof { name: name.into(), on: spoof }, &[])?;
             let new = &mut member(inner, name)?.new;
             (new.share, new.held, new.allow_spoof) = (share, held, spoof);
+            self.around.lender.set_share(name, share);
             Ok(())
         })?;
         Ok(())
@@ -484,6 +550,7 @@ impl Supervisor {
             attached: m.attached.is_some(),
             container: m.containers.values().rev().find_map(process_of),
             limits: m.new.limits,
+            way: self.around.lender.way(&m.new.name),
             ..told
         }
     }

@@ -465,6 +465,7 @@ impl Supervisor {
     pub(super) fn answer_of_fleet(&self, request: &Request) -> Option<Reply> {
         let centre = self.centre()?;
         let name = match request {
+            Request::VrnicAdd(add) if add.way.asks() => return Some(Err(RequestError::WayOfFleet)),
             Request::VrnicAdd(add) => return Some(self.ask_for(centre, add)),
             Request::GroupAdd { .. } | Request::GroupSet { .. } | Request::GroupRemove { .. } => {
                 return Some(Err(RequestError::GroupOfCentre { url: centre.info().url }));
@@ -610,6 +611,7 @@ fn read(v: &v1::Vrnic) -> Result<(AddVrnic, Hardware), RequestError> {
         allow_spoof: v.allow_spoof,
         share: SetShare { weight: s.weight, rate_bps: s.rate, ops: s.ops, burst_us: s.burst },
         held: held_of(l),
+        ..AddVrnic::default()
     };
     Ok((add, Hardware { mac: Mac(mac), guid: Guid(guid).0 }))
 }

@@ -12,7 +12,7 @@ use super::group::CallError;
 use crate::admin::Response;
 #[cfg(feature = "fleet")]
 use crate::centre::AskError;
-use crate::vf::PartError;
+use crate::vf::{LendError, PartError};
 
 pub(super) type Reply = Result<Response, RequestError>;
 
@@ -65,6 +65,14 @@ pub(super) enum RequestError {
     NoPool,
     #[error(transparent)]
     Part(#[from] PartError),
+    #[error("vRNIC {0} cannot have the way vf: {1}; `--way auto` uses a VF as soon as it can, `--way soft` never")]
+    NoVf(String, LendError),
+    #[error("{0} is no VLAN; give 1 to 4094, or 0 for none")]
+    Vlan(u16),
+    #[error("VLAN {vlan} is that of group {group}; give each group another one")]
+    VlanTaken { vlan: u16, group: String },
+    #[error("programs of group {0} have VFs, which do not encrypt; end them first")]
+    GroupOnVfs(String),
 
     #[error(transparent)]
     Secret(#[from] SecretError),
@@ -98,6 +106,9 @@ pub(super) enum RequestError {
     GroupOfCentre { url: String },
     #[error("vRNIC {vrnic} is the control centre's ({url}): change it there, with `unirdma {command}`")]
     VrnicOfCentre { vrnic: String, url: String, command: &'static str },
+
+    #[error("vRNICs of a fleet have the way soft; leave --way out")]
+    WayOfFleet,
 
     // Orders of the control centre.
     #[error("its MAC or GUID is none")]

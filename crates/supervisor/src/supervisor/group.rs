@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use unirdma_ipc::network::Plan;
 
 use crate::network::Network;
 use crate::process::{self, Child};
+use crate::vf::{Borrower, Lender};
 use crate::{Isolation, context};
 
 /// Time limit for a worker's answer.
@@ -39,13 +40,15 @@ pub(super) struct Member {
     pub new: NewVrnic,
     /// The listening sockets for its programs, for its network interface in a virtual machine, and for the RFC mode.
     pub listeners: [UnixListener; 3],
+    /// The listening socket for requests for leases, if its programs may ask. It is this process's own.
+    pub lease_listener: Option<OwnedFd>,
     /// The interface of its container, and the administration connection that brought it.
     pub attached: Option<(u64, OwnedFd)>,
     /// The first process of each container, by its administration connection.
     pub containers: BTreeMap<u64, OwnedFd>,
 }
 
-/// A vRNIC in the keeper. The listening sockets, the interface if it has one, and the pidfds of its containers are
+/// A vRNIC in the keeper. The listening sockets, that for leases if its programs may ask, the interface if it has one, and the pidfds of its containers are
 /// stored along with it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct KeptMember {
@@ -62,19 +65,27 @@ impl Member {
             containers: self.containers.keys().copied().collect(),
         };
         let tap = self.attached.iter().map(|a| a.1.as_fd());
-        let fds = self.listeners.iter().map(AsFd::as_fd).chain(tap).chain(self.containers.values().map(AsFd::as_fd));
+        let listeners = self.listeners.iter().map(AsFd::as_fd).chain(self.lease_listener.iter().map(AsFd::as_fd));
+        let fds = listeners.chain(tap).chain(self.containers.values().map(AsFd::as_fd));
         (kept, fds.collect())
     }
 
     pub fn of_kept(k: KeptMember, fds: Vec<OwnedFd>) -> Option<Member> {
         let mut fds = fds.into_iter();
         let listeners = [fds.next()?.into(), fds.next()?.into(), fds.next()?.into()];
+        let lease_listener = if k.new.way.asks() { Some(fds.next()?) } else { None };
         let attached = match k.attached {
             Some(id) => Some((id, fds.next()?)),
             None => None,
         };
         let containers: BTreeMap<u64, OwnedFd> = k.containers.iter().copied().zip(fds).collect();
-        (containers.len() == k.containers.len()).then_some(Member { new: k.new, listeners, attached, containers })
+        (containers.len() == k.containers.len()).then_some(Member {
+            new: k.new,
+            listeners,
+            lease_listener,
+            attached,
+            containers,
+        })
     }
 }
 
@@ -83,6 +94,8 @@ impl Member {
 pub(super) struct KeptGroup {
     pub begin: Begin,
     weight: u32,
+    #[serde(default)]
+    vlan: u16,
     pub pid: u32,
     in_force: InForce,
 }
@@ -222,6 +235,8 @@ pub(super) struct SupervisorShared {
     pub cgroups: Result<Cgroups, CgroupError>,
     /// The directory of the workers' listening sockets.
     pub doors: PathBuf,
+    /// VFs for programs.
+    pub lender: Arc<Lender>,
 }
 
 impl SupervisorShared {
@@ -254,6 +269,8 @@ pub(super) struct Group {
     begin: Begin,
     /// Its worker's share of the processors, in hundredths of the default share.
     weight: AtomicU32,
+    /// Its VLAN on real RNICs; 0: none.
+    vlan: AtomicU16,
     seal: Mutex<SealNote>,
     around: Arc<SupervisorShared>,
     /// The listening socket of its worker.
@@ -273,12 +290,12 @@ impl Group {
         let door = around.door(&begin.group);
         let _ = std::fs::remove_file(&door);
         let listener = UnixListener::bind(&door).map_err(context("cannot listen on", &door))?;
-        Ok(Group::with(begin, weight, around, listener, BTreeMap::new()))
+        Ok(Group::with(begin, (weight, 0), around, listener, BTreeMap::new()))
     }
 
     fn with(
         begin: Begin,
-        weight: u32,
+        (weight, vlan): (u32, u16),
         around: Arc<SupervisorShared>,
         listener: UnixListener,
         members: BTreeMap<String, Member>,
@@ -296,8 +313,10 @@ impl Group {
         };
         let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
         let (weight, process, inner) = (AtomicU32::new(weight), Mutex::default(), Mutex::new(inner));
-        let seal = Mutex::default();
-        Group { name, id, begin, weight, seal, around, door, listener, process, inner }
+        let (vlan, seal) = (AtomicU16::new(vlan), Mutex::default());
+        let group = Group { name, id, begin, weight, vlan, seal, around, door, listener, process, inner };
+        group.lock().members.values().for_each(|m| group.lend_to(m));
+        group
     }
 
     /// A group of a supervisor that died, with its worker if that is alive. Otherwise the caller must start a worker.
@@ -310,7 +329,7 @@ impl Group {
     ) -> Option<Group> {
         let mut fds = fds.into_iter();
         let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
-        let group = Group::with(kept.begin, kept.weight, around, listener, members);
+        let group = Group::with(kept.begin, (kept.weight, kept.vlan), around, listener, members);
         let child = Child::of_pidfd(kept.pid, pidfd);
         group.lock().secrets = secrets;
         if !child.has_ended() {
@@ -342,9 +361,9 @@ impl Group {
             }
             for m in members.values() {
                 if names.contains(&m.new.name) {
-                    worker.remind(&m.new)?;
+                    worker.remind(&m.new, &self.around.lender)?;
                 } else {
-                    worker.introduce(m)?;
+                    worker.introduce(m, &self.around.lender)?;
                 }
             }
             Ok(worker)
@@ -368,7 +387,13 @@ impl Group {
     pub fn to_keep<'a>(&'a self, inner: &'a Inner) -> Option<(KeptGroup, [BorrowedFd<'a>; 2])> {
         let child = inner.worker.as_ref()?.child.as_ref()?;
         let in_force = inner.worker.as_ref()?.in_force.clone();
-        let kept = KeptGroup { begin: self.begin.clone(), weight: self.weight(), pid: child.pid(), in_force };
+        let kept = KeptGroup {
+            begin: self.begin.clone(),
+            weight: self.weight(),
+            vlan: self.vlan(),
+            pid: child.pid(),
+            in_force,
+        };
         Some((kept, [self.listener.as_fd(), child.pidfd()]))
     }
 
@@ -378,7 +403,7 @@ impl Group {
     /// One line: why there is none.
     pub fn start(&self, inner: &mut Inner) -> io::Result<()> {
         let mut worker = self.launch()?;
-        match worker.introduce_all(inner, self.plan()) {
+        match worker.introduce_all(inner, self.plan(), &self.around.lender) {
             Ok(()) => {
                 self.install(inner, worker);
                 Ok(())
@@ -454,6 +479,44 @@ impl Group {
     /// Sets the properties of its secrets.
     pub fn set_seal_note(&self, note: SealNote) {
         *lock(&self.seal) = note;
+        self.tell_lender();
+    }
+
+    /// Its VLAN on real RNICs; 0: none.
+    pub fn vlan(&self) -> u16 {
+        self.vlan.load(Ordering::Relaxed)
+    }
+
+    /// Changes its VLAN on real RNICs.
+    pub fn set_vlan(&self, vlan: u16) {
+        self.vlan.store(vlan, Ordering::Relaxed);
+        self.tell_lender();
+    }
+
+    fn tell_lender(&self) {
+        self.around.lender.set_group(&self.name, self.vlan(), self.seal_note().number.is_some());
+    }
+
+    /// Lets the programs of a vRNIC of this group ask for VFs, if they may.
+    pub fn lend_to(&self, m: &Member) {
+        let Some(listener) = &m.lease_listener else { return };
+        match listener.try_clone() {
+            Ok(listener) => self.around.lender.add(&m.new.name, self.borrower(&m.new), listener),
+            Err(e) => tracing::error!(vrnic = m.new.name, error = %e, "its programs get no VFs"),
+        }
+    }
+
+    /// What is to be known of a vRNIC of this group whose programs may ask for VFs.
+    pub fn borrower(&self, new: &NewVrnic) -> Borrower {
+        Borrower {
+            way: new.way,
+            instance: new.instance.clone().unwrap_or_else(|| new.name.clone()),
+            group: self.name.clone(),
+            vlan: self.vlan(),
+            is_sealed: self.seal_note().number.is_some(),
+            share: new.share,
+            max_programs: new.limits.max_sessions,
+        }
     }
 
     /// Changes its worker's share.
@@ -588,14 +651,14 @@ impl Group {
 
 impl Worker {
     /// Tells it everything about its group.
-    fn introduce_all(&mut self, inner: &Inner, plan: Option<Plan>) -> io::Result<()> {
+    fn introduce_all(&mut self, inner: &Inner, plan: Option<Plan>, lender: &Lender) -> io::Result<()> {
         if let Some(plan) = plan {
             // The secrets and the plan come before the vRNICs, because nobody can send yet.
             self.send_secrets(inner.secrets.as_ref())?;
             self.tell(&Call::Plan(plan), &[])?;
         }
         for m in inner.members.values() {
-            self.introduce(m)?;
+            self.introduce(m, lender)?;
         }
         for (&id, c) in &inner.captures {
             self.tell(&Call::Capture { id, vrnic: c.vrnic.clone(), snap: c.snap }, &[c.to.as_fd()])?;
@@ -612,8 +675,9 @@ impl Worker {
     }
 
     /// Repeats settings of a vRNIC that may have changed just before the former supervisor died.
-    fn remind(&mut self, new: &NewVrnic) -> io::Result<()> {
+    fn remind(&mut self, new: &NewVrnic, lender: &Lender) -> io::Result<()> {
         let name = || new.name.clone();
+        self.tell(&Call::VfUse { name: name(), vf_use: lender.vf_use(&new.name) }, &[])?;
         self.tell(&Call::Share { name: name(), share: new.share }, &[])?;
         self.tell(&Call::Held { name: name(), held: new.held }, &[])?;
         self.tell(&Call::AllowSpoof { name: name(), on: new.allow_spoof }, &[])?;
@@ -621,8 +685,9 @@ impl Worker {
     }
 
     /// Tells it about a vRNIC and its interface.
-    fn introduce(&mut self, m: &Member) -> io::Result<()> {
-        self.tell(&Call::Add(m.new.clone()), &m.listeners.each_ref().map(AsFd::as_fd))?;
+    fn introduce(&mut self, m: &Member, lender: &Lender) -> io::Result<()> {
+        let new = NewVrnic { vf_use: lender.vf_use(&m.new.name), ..m.new.clone() };
+        self.tell(&Call::Add(new), &m.listeners.each_ref().map(AsFd::as_fd))?;
         if let Some((id, tap)) = &m.attached {
             self.tell(&Call::Attach { name: m.new.name.clone(), id: *id }, &[tap.as_fd()])?;
         }

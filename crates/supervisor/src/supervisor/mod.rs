@@ -33,6 +33,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
+use unirdma_abi::lease;
 use unirdma_confine::{self as confine, CgroupError, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use unirdma_device::lock;
 use unirdma_ipc::config::EngineConfig;
@@ -44,7 +46,7 @@ use crate::admin::{self, Response};
 use crate::fdstore::Keeper;
 use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
-use crate::vf::{Pool, PoolThread};
+use crate::vf::{Lender, Pool, PoolThread};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
 use takeover::Takeover;
@@ -72,6 +74,8 @@ const CONTAINER: u64 = 3 << 32;
 /// Number of notices of a worker that are handled at a time, and the pause before the next ones.
 const NOTICES: u32 = 16;
 const PAUSE: Duration = Duration::from_millis(20);
+/// Programs of a vRNIC that may wait to be accepted for a lease.
+const LEASE_BACKLOG: i32 = 128;
 
 /// State of all groups: names, numbers and addresses.
 struct Registry {
@@ -143,7 +147,9 @@ impl Supervisor {
         };
         let bulletin = CentrePeers::default();
         let (takeover, network) = Takeover::network(takeover, config.wire.as_ref(), &config.dir, &bulletin)?;
+        let (vfs, pool_thread) = config.vfs.clone().map(|c| Pool::open(c, &config.dir)).transpose()?.unzip();
         let around = SupervisorShared {
+            lender: Arc::new(Lender::new(vfs.clone())),
             isolation: config.isolation,
             confinement,
             network: network.map(Mutex::new),
@@ -153,7 +159,6 @@ impl Supervisor {
             },
             doors: config.dir.join("workers"),
         };
-        let (vfs, pool_thread) = config.vfs.clone().map(|c| Pool::open(c, &config.dir)).transpose()?.unzip();
         let s = Supervisor {
             vfs,
             pool_thread: Mutex::new(pool_thread),
@@ -485,4 +490,15 @@ fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 3]> {
         Ok([listen(crate::VHOST_SOCKET)?, listen(crate::NET_SOCKET)?, listen(crate::RFC_SOCKET)?])
     };
     open().inspect_err(|_| _ = std::fs::remove_dir_all(&dir))
+}
+
+/// Makes the socket at which programs of a vRNIC ask for leases.
+fn listen_for_leases(base: &Path, name: &str) -> io::Result<OwnedFd> {
+    let path = vrnic_dir(base, name).join(lease::SOCKET);
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    bind(&listener, &SocketAddrUnix::new(&path)?)?;
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
+    rustix::net::listen(&listener, LEASE_BACKLOG)?;
+    Ok(listener)
 }

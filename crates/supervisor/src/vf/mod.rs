@@ -6,6 +6,7 @@
 //! so nothing else is done by this thread, and the pool's lock is not held meanwhile.
 
 mod apply;
+mod lender;
 mod log_file;
 mod look;
 mod netlink;
@@ -26,9 +27,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::thread::CapabilitySet;
 use unirdma_device::lock;
-use unirdma_vf::{Config, Leases, Part, Problem, Seen, State, VfId, states};
+use unirdma_formats::Gid;
+use unirdma_rnic::VfPath;
+use unirdma_vf::{Config, LeaseId, Leases, Part, Problem, Refusal, Request, Seen, State, VfId, states};
 
 use crate::admin::{VF_KINDS, VfInfo, VfsInfo};
+pub(crate) use lender::{Borrower, LendError, Lender};
 use log_file::LogFile;
 use look::Looker;
 pub(crate) use pool_thread::PoolThread;
@@ -134,6 +138,43 @@ impl Pool {
         self.config.pf_of(&vf).is_some().then_some(Part::Vf(vf))
     }
 
+    /// Whether a request could be served if a VF is free.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    fn serves(&self, request: &Request) -> Result<(), Refusal> {
+        lock(&self.state).leases.serves(&self.config, request)
+    }
+
+    /// The VF that the programs of a vRNIC have.
+    fn loan(&self, vrnic: &str) -> Option<Loan> {
+        let state = lock(&self.state);
+        let lease = state.leases.iter().find(|l| l.is_live() && l.vrnics.contains_key(vrnic))?;
+        let (pf, seen) = (self.config.pf_of(&lease.vf)?, state.seen.vf(&lease.vf));
+        let gid = Gid::from_ip(pf.addresses_of(lease.vf.index).first()?.addr);
+        let netdev_mtu = seen.and_then(|vf| vf.netdev.as_ref()).map_or(0, |n| n.mtu);
+        Some(Loan {
+            lease: lease.id,
+            vf: lease.vf.clone(),
+            path: VfPath { gid: gid.0, mtu: path_mtu(netdev_mtu) },
+            contexts: lease.vrnics.get(vrnic).map_or(0, |c| c.count),
+        })
+    }
+
+    /// True if a lease of a group is live.
+    fn lends_to_group(&self, group: &str) -> bool {
+        lock(&self.state).leases.iter().any(|l| l.is_live() && l.group == group)
+    }
+
+    /// Changes the rate of a vRNIC whose programs have a VF.
+    fn set_rate(&self, vrnic: &str, rate_mbps: u32) {
+        let mut state = lock(&self.state);
+        state.leases.set_rate(vrnic, rate_mbps);
+        state.keep_records_or_log();
+        drop(state);
+        self.wake();
+    }
+
     /// All VFs, and what an operator should know.
     pub fn info(&self) -> VfsInfo {
         let state = lock(&self.state);
@@ -147,6 +188,22 @@ impl Pool {
         let drained = leases.drained().map(Part::to_string).collect();
         VfsInfo { vfs, waiting: leases.waiting().count(), drained, notices }
     }
+}
+
+/// The VF that the programs of a vRNIC have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Loan {
+    lease: LeaseId,
+    vf: VfId,
+    path: VfPath,
+    contexts: u32,
+}
+
+/// The largest path MTU, an `ibv_mtu`, of which packets fit into frames of a network device with this MTU: as the
+/// kernel's `iboe_get_mtu`, with 96 bytes for the headers of RoCE.
+fn path_mtu(netdev_mtu: u32) -> u8 {
+    const HEADERS: u32 = 96;
+    (1..=5).rev().find(|code| 128 << code <= netdev_mtu.saturating_sub(HEADERS)).unwrap_or(1)
 }
 
 fn info(state: &PoolState, id: &VfId, s: &State) -> VfInfo {
@@ -181,6 +238,13 @@ fn kind(state: &State) -> &'static str {
 }
 
 impl PoolState {
+    /// As [`PoolState::keep_records`]; an error is logged only.
+    fn keep_records_or_log(&mut self) {
+        if let Err(e) = self.keep_records() {
+            tracing::error!("VFs: the log of leases cannot be written: {e}");
+        }
+    }
+
     /// Writes the changes of leases to the log.
     fn keep_records(&mut self) -> io::Result<()> {
         let records = self.leases.take_records();
@@ -220,6 +284,12 @@ mod tests {
         assert_eq!(pool.info().drained, ["lo/1"]);
         let (pool, _) = open(&tree);
         assert_eq!(pool.info().drained, ["lo/1"]);
+    }
+
+    #[test]
+    fn path_mtus_leave_room_for_headers() {
+        let bytes = |netdev_mtu| 128 << path_mtu(netdev_mtu);
+        assert_eq!([0, 600, 1500, 2144, 4096, 4192, 9000].map(bytes), [256, 256, 1024, 2048, 2048, 4096, 4096]);
     }
 
     #[test]

@@ -132,9 +132,7 @@ impl PoolThread {
         let now = pool.began.elapsed();
         let mut state = lock(&pool.state);
         let changes = state.leases.tick(config, &seen, now);
-        if let Err(e) = state.keep_records() {
-            tracing::error!("VFs: the log of leases cannot be written: {e}");
-        }
+        state.keep_records_or_log();
         let plan = plan(config, &seen, &state.leases);
         let timeout = state.leases.next_timeout(config).map_or(LOOK_EVERY, |t| t.saturating_sub(now));
         drop(state);
@@ -186,9 +184,7 @@ impl PoolThread {
             tracing::warn!("VFs: {shown}");
             let mut state = lock(&self.pool.state);
             state.leases.evict(*lease, self.pool.began.elapsed());
-            if let Err(e) = state.keep_records() {
-                tracing::error!("VFs: the log of leases cannot be written: {e}");
-            }
+            state.keep_records_or_log();
             return true;
         }
         // The steps of a VF follow each other.

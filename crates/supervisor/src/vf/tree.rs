@@ -130,6 +130,7 @@ impl Roots {
             name: name.into(),
             mac: mac.unwrap_or_default(),
             up: self.is_up(name),
+            mtu: read(&self.sys.join("class/net").join(name).join("mtu")).unwrap_or(0),
             accept_local: read::<u8>(&self.sysctl(name, "accept_local")).is_some_and(|v| v != 0),
             // A value that cannot be read is set again.
             rp_filter: read(&self.sysctl(name, "rp_filter")).unwrap_or(u8::MAX),
@@ -231,6 +232,7 @@ pub(super) mod tests {
             self.link(&sys.join("class/net/v0"), &device.join("net/v0"));
             self.write(&device.join("net/v0/flags"), "0x1003\n");
             self.write(&device.join("net/v0/address"), "02:56:0a:32:00:0a\n");
+            self.write(&device.join("net/v0/mtu"), "1500\n");
             self.write(&device.join("infiniband/mlx5_7/node_type"), "1: CA\n");
             self.link(&device.join("iommu_group"), &sys.join("kernel/iommu_groups/33"));
             self.write(&self.0.sysctl("v0", "accept_local"), "1\n");
@@ -260,6 +262,7 @@ pub(super) mod tests {
             name: "v0".into(),
             mac: Mac([0x02, 0x56, 0x0a, 0x32, 0, 0x0a]),
             up: true,
+            mtu: 1500,
             accept_local: true,
             rp_filter: 2,
             ..NetdevSeen::default()

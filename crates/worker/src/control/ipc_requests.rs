@@ -137,6 +137,10 @@ impl Worker {
                 self.vrnic(&name)?.ledger.set_limits(held.limits());
                 Ok(Answer::Done)
             }
+            Call::VfUse { name, vf_use } => {
+                self.engine.rnic.lock().set_vf_use(self.vrnic(&name)?.id, vf_use);
+                Ok(Answer::Done)
+            }
             Call::Link { name, up } => self.set_link(&name, up),
             Call::Address { name, ip, add } => self.change_address(&name, ip, add),
             Call::Attach { name, id } => self.attach(&name, id, fds.next()),
@@ -273,6 +277,7 @@ impl Worker {
         if !new.up {
             self.engine.rnic.lock().set_link(id, false);
         }
+        self.engine.rnic.lock().set_vf_use(id, new.vf_use);
         let identity = Identity {
             vrnic: id,
             config: device_config::of(new.hardware, &new.limits),
