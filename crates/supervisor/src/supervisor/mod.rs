@@ -149,7 +149,7 @@ impl Supervisor {
         let (takeover, network) = Takeover::network(takeover, config.wire.as_ref(), &config.dir, &bulletin)?;
         let (vfs, pool_thread) = config.vfs.clone().map(|c| Pool::open(c, &config.dir)).transpose()?.unzip();
         let around = SupervisorShared {
-            lender: Arc::new(Lender::new(vfs.clone())),
+            lender: Arc::new(Lender::new(vfs.clone(), &config.dir)?),
             isolation: config.isolation,
             confinement,
             network: network.map(Mutex::new),
@@ -269,6 +269,16 @@ impl Supervisor {
         }
     }
 
+    /// Tells a vRNIC's worker whether its programs have a VF. A worker that starts learns it with the vRNIC.
+    fn tell_vf_use(&self, name: &str) {
+        let Ok(group) = self.group_with(name) else { return };
+        let mut inner = group.lock();
+        if inner.members.contains_key(name) {
+            let vf_use = self.around.lender.vf_use(name);
+            let _ = group.call(&mut inner, &Call::VfUse { name: name.into(), vf_use }, &[]);
+        }
+    }
+
     /// Assigns packets for QPN 1 of this host's addresses, which plain devices send, to the group that has a vRNIC with
     /// the address.
     fn set_owners(&self) {
@@ -349,11 +359,20 @@ impl Supervisor {
         }
     }
 
-    /// Lets the pool of VFs look and apply what it plans.
+    /// Lets the pool of VFs look and apply what it plans, and answers programs that ask for VFs.
     ///
     /// # Errors
     /// There is no thread for it.
     pub fn start_pool(self: &Arc<Self>) -> io::Result<()> {
+        let me = Arc::downgrade(self);
+        self.around.lender.start(Box::new(move |vrnic, told| {
+            if let Some(s) = me.upgrade() {
+                s.apart("vf", move |s| {
+                    s.tell_vf_use(&vrnic);
+                    told();
+                });
+            }
+        }));
         let Some(thread) = lock(&self.pool_thread).take() else { return Ok(()) };
         let me = Arc::downgrade(self);
         thread.start(Box::new(move || {
@@ -368,6 +387,7 @@ impl Supervisor {
         if let Some(pool) = &self.vfs {
             pool.stop();
         }
+        self.around.lender.stop();
         self.fleet.stop();
         // First without the groups' locks, which threads that wait for workers may hold.
         self.groups().iter().for_each(|g| g.kill());

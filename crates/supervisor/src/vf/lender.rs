@@ -1,7 +1,10 @@
 //! The vRNICs whose programs may ask for VFs, and what is known of each before a program asks.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use unirdma_device::lock;
@@ -11,6 +14,7 @@ use unirdma_rnic::{Share, VfUse};
 use unirdma_vf::{Purpose, Refusal, Request};
 
 use super::Pool;
+use super::lease_server::{LeaseServer, Tell};
 
 /// Bits a second in a Mbit/s.
 const MBIT: u64 = 1_000_000;
@@ -46,6 +50,13 @@ pub(crate) enum LendError {
 pub(crate) struct Lender {
     pub(super) pool: Option<Arc<Pool>>,
     pub(super) served: Mutex<BTreeMap<String, Served>>,
+    /// The directory of all vRNICs' directories.
+    pub(super) vrnics: PathBuf,
+    /// Wakes the thread that answers programs.
+    pub(super) wake: OwnedFd,
+    /// How this thread tells workers, until it starts with the first vRNIC.
+    tell: Mutex<Option<Tell>>,
+    stopping: AtomicBool,
 }
 
 /// A vRNIC whose programs may ask, and the socket at which they do.
@@ -76,18 +87,57 @@ pub(super) fn rate_mbps(share: &Share) -> u32 {
 }
 
 impl Lender {
-    pub fn new(pool: Option<Arc<Pool>>) -> Lender {
-        Lender { pool, served: Mutex::default() }
+    /// `dir` is the virtual layer's.
+    ///
+    /// # Errors
+    /// There is no descriptor.
+    pub fn new(pool: Option<Arc<Pool>>, dir: &Path) -> io::Result<Lender> {
+        Ok(Lender {
+            pool,
+            served: Mutex::default(),
+            vrnics: dir.join("vrnics"),
+            wake: super::event()?,
+            tell: Mutex::default(),
+            stopping: AtomicBool::new(false),
+        })
+    }
+
+    /// Answers programs from now on. The thread for it starts with the first vRNIC whose programs may ask.
+    pub fn start(self: &Arc<Self>, tell: Tell) {
+        *lock(&self.tell) = Some(tell);
+        self.start_thread();
+    }
+
+    fn start_thread(self: &Arc<Self>) {
+        let is_idle = lock(&self.served).is_empty();
+        let Some(tell) = lock(&self.tell).take_if(|_| !is_idle) else { return };
+        let server = LeaseServer::new(self.clone(), tell);
+        if let Err(e) = std::thread::Builder::new().name("leases".into()).spawn(move || server.run()) {
+            tracing::error!(error = %e, "no thread for leases, so programs get no VFs");
+        }
+    }
+
+    /// Ends the thread.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        super::signal(&self.wake);
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
     }
 
     /// Serves the programs of a vRNIC that connect to this socket.
-    pub fn add(&self, vrnic: &str, borrower: Borrower, listener: OwnedFd) {
+    pub fn add(self: &Arc<Self>, vrnic: &str, borrower: Borrower, listener: OwnedFd) {
         lock(&self.served).insert(vrnic.into(), Served { borrower, listener: Arc::new(listener) });
+        self.start_thread();
+        super::signal(&self.wake);
     }
 
     /// Ends what the programs of a vRNIC have, since it is removed.
     pub fn remove(&self, vrnic: &str) {
         lock(&self.served).remove(vrnic);
+        super::signal(&self.wake);
     }
 
     /// Whether the programs of a vRNIC could have a VF if one is free.
@@ -186,7 +236,7 @@ mod tests {
         let config = Config { pfs, when_dry: Dry::Soft, linger: Duration::ZERO };
         let (pool, _thread) = Pool::open_at(config, tree.0.sys.parent().unwrap(), tree.0.clone()).unwrap();
         let with = |pool: Option<Arc<Pool>>, borrower: Borrower| {
-            let lender = Lender::new(pool);
+            let lender = Arc::new(Lender::new(pool, Path::new("/nowhere")).unwrap());
             let (listener, _) = std::os::unix::net::UnixStream::pair().unwrap();
             lender.add("a", borrower, listener.into());
             (lender.way("a"), lender.vf_use("a"))
@@ -202,7 +252,7 @@ mod tests {
         assert_eq!(why(Borrower { share, ..borrower("blue", 7) }), "a VF does not hold --weight and --ops");
         let (way, _) = with(Some(pool), borrower("blue", 7));
         assert_eq!((way.in_force, way.why, way.vf), (Way::Vf, None, None));
-        assert_eq!(Lender::new(None).way("a"), WayInfo::default());
+        assert_eq!(Lender::new(None, Path::new("/nowhere")).unwrap().way("a"), WayInfo::default());
     }
 
     #[test]

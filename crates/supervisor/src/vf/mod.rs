@@ -3,20 +3,24 @@
 //!
 //! A thread of its own looks, plans and applies until the plan is empty ([`PoolThread`]). It looks again when the
 //! kernel tells of a change, and every few seconds. A step may wait in the kernel for a program that has a device open,
-//! so nothing else is done by this thread, and the pool's lock is not held meanwhile.
+//! so nothing else is done by this thread, and the pool's lock is not held meanwhile. Another thread answers programs
+//! that ask for VFs ([`lease_server`]).
 
 mod apply;
+mod lease_server;
 mod lender;
+mod loans;
 mod log_file;
 mod look;
 mod netlink;
 mod pool_thread;
 mod rdma;
 mod route;
+mod sysfs_copy;
 mod tree;
 mod users;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -27,9 +31,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::thread::CapabilitySet;
 use unirdma_device::lock;
-use unirdma_formats::Gid;
-use unirdma_rnic::VfPath;
-use unirdma_vf::{Config, LeaseId, Leases, Part, Problem, Refusal, Request, Seen, State, VfId, states};
+use unirdma_vf::{Change, Config, LeaseId, Leases, Part, Phase, Problem, Seen, State, VfId, states};
 
 use crate::admin::{VF_KINDS, VfInfo, VfsInfo};
 pub(crate) use lender::{Borrower, LendError, Lender};
@@ -41,12 +43,25 @@ use tree::Roots;
 /// Time for which a step may take until administrators are told that it does.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// A descriptor to wake a thread.
+fn event() -> io::Result<OwnedFd> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+fn signal(event: &OwnedFd) {
+    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+}
+
 /// The pool of VFs.
 pub(crate) struct Pool {
     config: Config,
     began: Instant,
+    /// Where the kernel shows its state.
+    roots: Roots,
     /// Wakes the pool's thread.
     wake: OwnedFd,
+    /// Wakes the thread that answers programs, after each look.
+    changed: OwnedFd,
     stopping: AtomicBool,
     state: Mutex<PoolState>,
 }
@@ -56,6 +71,12 @@ struct PoolState {
     seen: Seen,
     leases: Leases,
     log: LogFile,
+    /// What has come of requests that waited, until the programs are told.
+    changes: Vec<Change>,
+    /// Contexts that programs have got from this supervisor, by lease and vRNIC. Their number is at least 1.
+    contexts: BTreeMap<(LeaseId, String), u32>,
+    /// Leases of the last supervisor whose programs may live.
+    adopted: BTreeSet<LeaseId>,
     /// What the last supervisor's log of leases lacks. It does not change.
     problems: Vec<String>,
     notices: Vec<String>,
@@ -100,9 +121,13 @@ impl Pool {
         let log = log.map_err(crate::context("cannot write", &dir.join(log_file::NAME)))?;
         // Users without a lease are in the states of their VFs, and may end.
         let problems = problems.iter().filter(|p| !matches!(p, Problem::Used { .. })).map(Problem::to_string).collect();
-        let state = PoolState { seen, leases, log, problems, notices: Vec::new(), step: None };
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let pool = Arc::new(Pool { config, began, wake, stopping: AtomicBool::new(false), state: Mutex::new(state) });
+        let adopted = leases.iter().filter(|l| l.phase == Phase::Open).map(|l| l.id).collect();
+        let (changes, contexts) = (Vec::new(), BTreeMap::new());
+        let notices = Vec::new();
+        let state = PoolState { seen, leases, log, changes, contexts, adopted, problems, notices, step: None };
+        let (wake, changed) = (event()?, event()?);
+        let (stopping, state) = (AtomicBool::new(false), Mutex::new(state));
+        let pool = Arc::new(Pool { config, began, roots: looker.roots.clone(), wake, changed, stopping, state });
         Ok((pool.clone(), PoolThread::new(pool, looker)))
     }
 
@@ -113,7 +138,7 @@ impl Pool {
     }
 
     fn wake(&self) {
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        signal(&self.wake);
     }
 
     /// Takes a PF (`NETDEV`) or a VF (`NETDEV/N`) out of use, or back.
@@ -138,43 +163,6 @@ impl Pool {
         self.config.pf_of(&vf).is_some().then_some(Part::Vf(vf))
     }
 
-    /// Whether a request could be served if a VF is free.
-    ///
-    /// # Errors
-    /// Why it is refused.
-    fn serves(&self, request: &Request) -> Result<(), Refusal> {
-        lock(&self.state).leases.serves(&self.config, request)
-    }
-
-    /// The VF that the programs of a vRNIC have.
-    fn loan(&self, vrnic: &str) -> Option<Loan> {
-        let state = lock(&self.state);
-        let lease = state.leases.iter().find(|l| l.is_live() && l.vrnics.contains_key(vrnic))?;
-        let (pf, seen) = (self.config.pf_of(&lease.vf)?, state.seen.vf(&lease.vf));
-        let gid = Gid::from_ip(pf.addresses_of(lease.vf.index).first()?.addr);
-        let netdev_mtu = seen.and_then(|vf| vf.netdev.as_ref()).map_or(0, |n| n.mtu);
-        Some(Loan {
-            lease: lease.id,
-            vf: lease.vf.clone(),
-            path: VfPath { gid: gid.0, mtu: path_mtu(netdev_mtu) },
-            contexts: lease.vrnics.get(vrnic).map_or(0, |c| c.count),
-        })
-    }
-
-    /// True if a lease of a group is live.
-    fn lends_to_group(&self, group: &str) -> bool {
-        lock(&self.state).leases.iter().any(|l| l.is_live() && l.group == group)
-    }
-
-    /// Changes the rate of a vRNIC whose programs have a VF.
-    fn set_rate(&self, vrnic: &str, rate_mbps: u32) {
-        let mut state = lock(&self.state);
-        state.leases.set_rate(vrnic, rate_mbps);
-        state.keep_records_or_log();
-        drop(state);
-        self.wake();
-    }
-
     /// All VFs, and what an operator should know.
     pub fn info(&self) -> VfsInfo {
         let state = lock(&self.state);
@@ -188,22 +176,6 @@ impl Pool {
         let drained = leases.drained().map(Part::to_string).collect();
         VfsInfo { vfs, waiting: leases.waiting().count(), drained, notices }
     }
-}
-
-/// The VF that the programs of a vRNIC have.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Loan {
-    lease: LeaseId,
-    vf: VfId,
-    path: VfPath,
-    contexts: u32,
-}
-
-/// The largest path MTU, an `ibv_mtu`, of which packets fit into frames of a network device with this MTU: as the
-/// kernel's `iboe_get_mtu`, with 96 bytes for the headers of RoCE.
-fn path_mtu(netdev_mtu: u32) -> u8 {
-    const HEADERS: u32 = 96;
-    (1..=5).rev().find(|code| 128 << code <= netdev_mtu.saturating_sub(HEADERS)).unwrap_or(1)
 }
 
 fn info(state: &PoolState, id: &VfId, s: &State) -> VfInfo {
@@ -284,12 +256,6 @@ mod tests {
         assert_eq!(pool.info().drained, ["lo/1"]);
         let (pool, _) = open(&tree);
         assert_eq!(pool.info().drained, ["lo/1"]);
-    }
-
-    #[test]
-    fn path_mtus_leave_room_for_headers() {
-        let bytes = |netdev_mtu| 128 << path_mtu(netdev_mtu);
-        assert_eq!([0, 600, 1500, 2144, 4096, 4192, 9000].map(bytes), [256, 256, 1024, 2048, 2048, 4096, 4096]);
     }
 
     #[test]

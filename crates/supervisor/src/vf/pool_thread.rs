@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use unirdma_device::lock;
-use unirdma_vf::{Change, Notice, Seen, Step, VfId, plan};
+use unirdma_vf::{Change, Notice, Seen, Step, VfId};
 
 use super::Pool;
 use super::apply::{Shown, vf_of};
@@ -21,9 +21,11 @@ use super::{rdma, route};
 type Pids = Box<dyn Fn() -> BTreeSet<u32> + Send>;
 
 /// Longest time without a look.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
+pub(super) const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Shortest time between two looks, also if the kernel tells of changes all the time.
 const LOOK_AFTER: Duration = Duration::from_millis(500);
+/// Shortest time from one look to the next.
+const SHORTEST: Duration = Duration::from_millis(50);
 /// Time from a step to the next look. It grows while steps have no effect, up to a second.
 const STEP_TIME: Duration = Duration::from_millis(100);
 /// Time after which a step that the kernel refused is tried again.
@@ -91,7 +93,11 @@ impl PoolThread {
 
     fn run(mut self, own: &Pids) {
         while !self.pool.stopping.load(Ordering::SeqCst) {
-            match self.round(&own()) {
+            let began = Instant::now();
+            let next = self.round(&own());
+            // Programs that open and close a device all the time wake this thread as often.
+            std::thread::sleep(SHORTEST.saturating_sub(began.elapsed()));
+            match next {
                 Next::After(time) => _ = self.wait(time, &[]),
                 Next::Before(time) if self.wait(LOOK_AFTER.min(time), &[]) => {}
                 Next::Before(time) => _ = self.wait(time.saturating_sub(LOOK_AFTER), &self.notices),
@@ -107,7 +113,7 @@ impl PoolThread {
         let looked = self.looker.look(&self.pool.config, self.pool.began.elapsed(), own);
         self.blind = looked.as_ref().err().map(ToString::to_string);
         let Ok(mut seen) = looked else {
-            self.show(None, &[]);
+            self.show(&[]);
             return Next::Before(LOOK_EVERY);
         };
         for (id, refused) in &self.refused {
@@ -125,24 +131,16 @@ impl PoolThread {
         if has_applied { Next::After(STEP_TIME * most_repeats.min(10)) } else { Next::Before(timeout.min(LOOK_EVERY)) }
     }
 
-    /// Plans, and shows what was seen. Returns the steps, and the time until the leases must be looked at.
+    /// Takes over what was seen, and plans. Returns the steps, and the time until the leases must be looked at.
     fn plan(&mut self, seen: Seen) -> (Vec<Step>, Duration) {
-        let pool = self.pool.clone();
-        let config = &pool.config;
-        let now = pool.began.elapsed();
-        let mut state = lock(&pool.state);
-        let changes = state.leases.tick(config, &seen, now);
-        state.keep_records_or_log();
-        let plan = plan(config, &seen, &state.leases);
-        let timeout = state.leases.next_timeout(config).map_or(LOOK_EVERY, |t| t.saturating_sub(now));
-        drop(state);
+        let (plan, changes, timeout) = self.pool.observe(seen);
         changes.iter().for_each(log_change);
-        self.show(Some(seen), &plan.notices);
+        self.show(&plan.notices);
         (plan.steps, timeout)
     }
 
     /// Shows what was seen, and logs new notices.
-    fn show(&mut self, seen: Option<Seen>, planned: &[Notice]) {
+    fn show(&mut self, planned: &[Notice]) {
         let config = &self.pool.config;
         let is_down = |pf: &&str| !self.looker.roots.is_up(pf) && self.looker.roots.pf_device(pf).exists();
         let down = config.pfs.iter().map(|pf| pf.netdev.as_str()).filter(is_down);
@@ -158,11 +156,7 @@ impl PoolThread {
         let is_refusal = |line: &String| line.starts_with(REFUSAL);
         self.logged.retain(is_refusal);
         self.logged.extend(notices.iter().cloned());
-        let mut state = lock(&self.pool.state);
-        state.notices = notices;
-        if let Some(seen) = seen {
-            state.seen = seen;
-        }
+        lock(&self.pool.state).notices = notices;
     }
 
     /// Counts how often each step was planned one after the other. Returns the largest number.
