@@ -280,11 +280,11 @@ struct AddArgs {
     /// Its eth0 may send with any IP address, answer ARP for any, and advertise routes: for routers and proxies only
     #[arg(long)]
     allow_spoof: bool,
-    /// Way of its programs' data: the software RNIC, or a VF of this host's real RNIC. `auto` is a VF if the pool serves
-    /// its group
+    /// Way of its programs' data: the software RNIC, or a VF of this host's real RNIC. `auto` is a VF if the pool
+    /// serves its group
     #[arg(long, value_enum, default_value_t = WayArg::Soft)]
     way: WayArg,
-    /// vRNICs with the same instance may share a VF, as those of one container [default: its own name]
+    /// vRNICs with the same instance may share a VF, for instance in one container [default: its own name]
     #[arg(long, value_name = "NAME")]
     instance: Option<String>,
     #[command(flatten)]

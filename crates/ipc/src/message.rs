@@ -50,11 +50,11 @@ pub struct NewVrnic {
     /// The way that its programs are to go.
     #[serde(default)]
     pub way: Way,
-    /// The container or virtual machine that it belongs to: those of one instance may share a VF. `None`: it is one by
-    /// itself.
+    /// The container or virtual machine that it belongs to. vRNICs of one instance may share a VF. `None`: its own
+    /// name.
     #[serde(default)]
     pub instance: Option<String>,
-    /// What its programs have at present, for a worker. It is nothing that a keeper needs.
+    /// The VF that its programs have at present. The supervisor fills it in for a worker.
     #[serde(default)]
     pub vf_use: VfUse,
 }

@@ -102,7 +102,7 @@ impl Way {
 pub struct WayInfo {
     /// As an administrator asks for it.
     pub asked: Way,
-    /// `soft` or `vf`: what the next program gets, as far as is known before it asks.
+    /// `soft` or `vf`: the way of the next program, as far as it is known before the program asks.
     pub in_force: Way,
     /// Why it is not a VF although one was asked for, or what a VF does not hold.
     pub why: Option<String>,

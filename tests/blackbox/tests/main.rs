@@ -33,6 +33,7 @@ mod secret;
 mod suite;
 mod support;
 mod two_hosts;
+mod vf_leases;
 mod vf_pool;
 mod watching;
 mod workers;

@@ -7,19 +7,19 @@ use serde_json::Value;
 use crate::support::*;
 
 /// Longest time until a VF is set up, or is seen to have changed. The machine is emulated.
-const SOON: Duration = Duration::from_secs(60);
-const PF: &str = "pf,vfs=4,vlan,10.50.0.10/24,rxe";
-const DIR: &str = "/tmp/pool";
+pub(crate) const SOON: Duration = Duration::from_secs(60);
+pub(crate) const PF: &str = "pf,vfs=4,vlan,10.50.0.10/24,rxe";
+pub(crate) const DIR: &str = "/tmp/pool";
 
 /// `unirdma host` with a pool.
-struct Pool<'a> {
+pub(crate) struct Pool<'a> {
     vfs: &'a Vfs,
     host: Option<Task>,
 }
 
 impl<'a> Pool<'a> {
     /// Starts it, and waits until it serves.
-    fn start(vfs: &'a Vfs, pf: &str) -> Result<Pool<'a>> {
+    pub(crate) fn start(vfs: &'a Vfs, pf: &str) -> Result<Pool<'a>> {
         vfs.must(&format!("rm -rf {DIR}"))?;
         Pool::start_again(vfs, pf)
     }
@@ -33,8 +33,12 @@ impl<'a> Pool<'a> {
         Ok(Pool { vfs, host: Some(host) })
     }
 
-    fn unirdma(&self, arguments: &str) -> Result<Output> {
+    pub(crate) fn unirdma(&self, arguments: &str) -> Result<Output> {
         self.vfs.run(&format!("unirdma --dir {DIR} {arguments}"))
+    }
+
+    pub(crate) fn must(&self, arguments: &str) -> Result<String> {
+        self.vfs.must(&format!("unirdma --dir {DIR} {arguments}"))
     }
 
     fn info(&self) -> Result<Value> {
@@ -48,13 +52,13 @@ impl<'a> Pool<'a> {
     }
 
     /// Waits until a VF is in a kind of state, whose text is returned.
-    fn becomes(&self, vf: usize, kind: &str) -> Result<String> {
+    pub(crate) fn becomes(&self, vf: usize, kind: &str) -> Result<String> {
         let is = || Ok(self.of(vf, "kind")? == kind);
         harness::within(SOON, is, &format!("VF {vf} is not {kind}")).map_err(|e| self.explain(&e))?;
         self.of(vf, "state")
     }
 
-    fn all_ready(&self) -> Check {
+    pub(crate) fn all_ready(&self) -> Check {
         (0..4).try_for_each(|vf| self.becomes(vf, "ready").map(drop))
     }
 
@@ -64,9 +68,18 @@ impl<'a> Pool<'a> {
         harness::within(SOON, has, &format!("no notice has `{text}`")).map_err(|e| self.explain(&e)).map(drop)
     }
 
-    fn explain(&self, error: &str) -> String {
+    pub(crate) fn explain(&self, error: &str) -> String {
         let table = self.unirdma("vf ls").map(|o| o.text).unwrap_or_default();
         format!("{error}\n{table}\n{}", self.host.as_ref().map(Task::text).unwrap_or_default())
+    }
+
+    /// Kills the supervisor only, and starts the next one.
+    pub(crate) fn kill_supervisor(mut self, pf: &str) -> Result<Self> {
+        let text = self.must("status --json")?;
+        let status: Value = serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"))?;
+        self.vfs.must(&format!("kill -9 {}", status["pid"]))?;
+        self.host.take().into_iter().for_each(|h| drop(h.finish()));
+        Pool::start_again(self.vfs, pf)
     }
 
     /// Kills the supervisor, its workers and its keeper. Returns what it has printed.
@@ -172,4 +185,5 @@ pub(crate) fn tests(t: &mut Tests) {
         host.finish();
         refused(&o, "has no pool of VFs; `unirdma host --vf-pf")
     });
+    crate::vf_leases::tests_on(t, vfs);
 }

@@ -245,8 +245,8 @@ impl Core {
     ///
     /// # Errors
     /// `BadState` for a transition that does not exist or takes other attributes, `BadValue` for a
-    /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID, or if the programs of
-    /// the one that has it use a VF.
+    /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID, or if its holder's
+    /// programs use a VF.
     pub fn modify_qp(&mut self, s: SessionId, qpn: u32, mask: u32, a: &abi::QpAttr) -> Result<()> {
         use attr_mask as m;
         let a = &fitted(a);

@@ -12,8 +12,8 @@ impl Core {
     /// a program has from a GRH, and a multicast group are reached by themselves.
     ///
     /// # Errors
-    /// `BadState` if the vRNIC has no VF, `BadValue` if `sgid_index` is of none of its GIDs, `Unreachable` if the holder
-    /// has no VF, or the rules do not let it be reached.
+    /// `BadState` if the vRNIC has no VF, `BadValue` if `sgid_index` is of none of its GIDs, `Unreachable` if the
+    /// holder has no VF, or the rules do not let it be reached.
     pub fn resolve_by_vf(&mut self, s: SessionId, sgid_index: u32, dgid: Gid, typ: QpType) -> Result<VfPath> {
         let vrnic = self.objects.vrnic_of(s)?;
         let v = self.objects.vrnics.get(vrnic.0).ok_or(Status::BadHandle)?;
@@ -37,8 +37,8 @@ impl Core {
         reached.map(|(_, path)| path).ok_or_else(|| self.refuse_reach(vrnic))
     }
 
-    /// NAME_GID: the GID of the vRNIC of the session's group that has the VF with the GID `real`. Of several vRNICs that
-    /// share a VF, it is the one that has had it for the longest time.
+    /// NAME_GID: the GID of the vRNIC of the session's group that has the VF with the GID `real`. If several vRNICs
+    /// share the VF, the one that has had it for the longest time.
     ///
     /// # Errors
     /// `Unreachable` if there is none.

@@ -327,6 +327,7 @@ impl Supervisor {
             // Without a worker, no program uses the vRNIC.
             _ => 0,
         };
+        let sessions = sessions.max(self.around.lender.way(name).contexts as usize);
         if !force && (sessions > 0 || member(&mut inner, name)?.attached.is_some()) {
             return Err(RequestError::InUse { vrnic: name.into(), sessions });
         }

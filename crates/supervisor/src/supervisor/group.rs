@@ -48,8 +48,8 @@ pub(super) struct Member {
     pub containers: BTreeMap<u64, OwnedFd>,
 }
 
-/// A vRNIC in the keeper. The listening sockets, that for leases if its programs may ask, the interface if it has one, and the pidfds of its containers are
-/// stored along with it.
+/// A vRNIC in the keeper. The listening sockets, with the one for leases if its programs may ask, the interface if it
+/// has one, and the pidfds of its containers are stored along with it.
 #[derive(Serialize, Deserialize)]
 pub(super) struct KeptMember {
     new: NewVrnic,
@@ -506,7 +506,7 @@ impl Group {
         }
     }
 
-    /// What is to be known of a vRNIC of this group whose programs may ask for VFs.
+    /// A vRNIC of this group whose programs may ask for VFs, for the lender.
     pub fn borrower(&self, new: &NewVrnic) -> Borrower {
         Borrower {
             way: new.way,

@@ -46,7 +46,7 @@ use crate::admin::{self, Response};
 use crate::fdstore::Keeper;
 use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
-use crate::vf::{Lender, Pool, PoolThread};
+use crate::vf::{Lender, Pool, PoolThread, serve_programs};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
 use takeover::Takeover;
@@ -365,14 +365,15 @@ impl Supervisor {
     /// There is no thread for it.
     pub fn start_pool(self: &Arc<Self>) -> io::Result<()> {
         let me = Arc::downgrade(self);
-        self.around.lender.start(Box::new(move |vrnic, told| {
+        let tell = move |vrnic: String, told: Box<dyn FnOnce() + Send>| {
             if let Some(s) = me.upgrade() {
                 s.apart("vf", move |s| {
                     s.tell_vf_use(&vrnic);
                     told();
                 });
             }
-        }));
+        };
+        serve_programs(&self.around.lender, Box::new(tell));
         let Some(thread) = lock(&self.pool_thread).take() else { return Ok(()) };
         let me = Arc::downgrade(self);
         thread.start(Box::new(move || {

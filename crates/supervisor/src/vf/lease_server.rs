@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,7 @@ const ACCEPT_TIME: Duration = Duration::from_millis(100);
 /// Longest wait for events.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Tells a vRNIC's worker what its programs have, on a thread of its own, and calls the function afterwards.
+/// Tells a vRNIC's worker on a separate thread which VF its programs have, and calls the function afterwards.
 pub(crate) type Tell = Box<dyn Fn(String, Box<dyn FnOnce() + Send>) + Send>;
 /// Opens a device node.
 type Open = Box<dyn Fn(&Node) -> io::Result<OwnedFd> + Send>;
@@ -54,7 +55,7 @@ struct Client {
     state: State,
 }
 
-/// What the program of a connection has.
+/// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// It has not asked yet.
@@ -69,11 +70,11 @@ enum State {
     Soft,
 }
 
-/// What a vRNIC's worker knows.
+/// The knowledge of a vRNIC's worker.
 #[derive(Default)]
 struct Knowledge {
     vf: Option<VfPath>,
-    /// What it is being told.
+    /// It is being told this.
     pending: Option<Option<VfPath>>,
 }
 
@@ -97,6 +98,19 @@ pub(super) struct LeaseServer {
     told: Arc<Mutex<Vec<String>>>,
     /// vRNICs in whose directories a device is shown, and for which lease.
     shown: BTreeMap<String, LeaseId>,
+}
+
+/// Why a VF that is set up cannot be handed over.
+#[derive(Debug, thiserror::Error)]
+enum HandOverError {
+    #[error("{0} has no device node")]
+    NoNode(String),
+    #[error("{0} cannot be shown to the program: {1}")]
+    Copy(String, io::Error),
+    #[error("{}: {error}", .node.display())]
+    Open { node: PathBuf, error: io::Error },
+    #[error("the descriptor cannot be sent: {0}")]
+    Send(io::Error),
 }
 
 /// An answer that ends a connection or leaves it in a state.
@@ -398,7 +412,7 @@ impl LeaseServer {
                 match (path.filter(|_| is_known), is_late) {
                     (Some(path), _) => match self.hand_over(id, lease, path, &verbs) {
                         Ok(()) => return self.set(id, State::Has { lease }),
-                        Err(e) => e,
+                        Err(e) => e.to_string(),
                     },
                     (None, false) => return,
                     (None, true) => "the worker of the group does not answer".into(),
@@ -418,21 +432,21 @@ impl LeaseServer {
     }
 
     /// Shows the device to a program, and sends it a descriptor.
-    fn hand_over(&mut self, id: u64, lease: LeaseId, path: VfPath, verbs: &str) -> Result<(), String> {
+    fn hand_over(&mut self, id: u64, lease: LeaseId, path: VfPath, verbs: &str) -> Result<(), HandOverError> {
         let Some(client) = self.clients.get(&id) else { return Ok(()) };
-        let node = self.roots.nodes().remove(verbs).ok_or_else(|| format!("{verbs} has no device node"))?;
+        let node = self.roots.nodes().remove(verbs).ok_or_else(|| HandOverError::NoNode(verbs.into()))?;
         let name = node.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if self.shown.get(&client.vrnic) != Some(&lease) {
             sysfs_copy::show(&self.roots, &self.lender.vrnics, &client.vrnic, verbs, &name)
-                .map_err(|e| format!("{verbs} cannot be shown to the program: {e}"))?;
+                .map_err(|e| HandOverError::Copy(verbs.into(), e))?;
             self.shown.insert(client.vrnic.clone(), lease);
         }
         // This process has the descriptor for this moment only.
-        let fd = (self.open)(&node).map_err(|e| format!("{}: {e}", node.path.display()))?;
+        let fd = (self.open)(&node).map_err(|e| HandOverError::Open { node: node.path.clone(), error: e })?;
         let mut told = Told { gid: path.gid, rdev: rdev(node.number), ..message(lease::HAS, "") };
         put(&mut told.node, &name);
         put(&mut told.device, verbs);
-        send(&client.socket, &told, Some(&fd)).map_err(|e| e.to_string())
+        send(&client.socket, &told, Some(&fd)).map_err(HandOverError::Send)
     }
 
     fn note_told(&mut self) {
@@ -480,7 +494,7 @@ impl LeaseServer {
     }
 }
 
-/// Opens a device node, if it is the one that the kernel means.
+/// Opens a device node, and checks that it is the right device.
 fn open_node(node: &Node) -> io::Result<OwnedFd> {
     let file = std::fs::File::options().read(true).write(true).open(&node.path)?;
     if rustix::fs::fstat(&file)?.st_rdev != rdev(node.number) {

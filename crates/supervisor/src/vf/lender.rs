@@ -14,7 +14,9 @@ use unirdma_rnic::{Share, VfUse};
 use unirdma_vf::{Purpose, Refusal, Request};
 
 use super::Pool;
-use super::lease_server::{LeaseServer, Tell};
+
+/// Answers programs until the lender is stopped.
+pub(super) type Serve = Box<dyn FnOnce(Arc<Lender>) + Send>;
 
 /// Bits a second in a Mbit/s.
 const MBIT: u64 = 1_000_000;
@@ -54,8 +56,8 @@ pub(crate) struct Lender {
     pub(super) vrnics: PathBuf,
     /// Wakes the thread that answers programs.
     pub(super) wake: OwnedFd,
-    /// How this thread tells workers, until it starts with the first vRNIC.
-    tell: Mutex<Option<Tell>>,
+    /// The function of this thread, until it starts with the first vRNIC.
+    serve: Mutex<Option<Serve>>,
     stopping: AtomicBool,
 }
 
@@ -97,22 +99,22 @@ impl Lender {
             served: Mutex::default(),
             vrnics: dir.join("vrnics"),
             wake: super::event()?,
-            tell: Mutex::default(),
+            serve: Mutex::default(),
             stopping: AtomicBool::new(false),
         })
     }
 
     /// Answers programs from now on. The thread for it starts with the first vRNIC whose programs may ask.
-    pub fn start(self: &Arc<Self>, tell: Tell) {
-        *lock(&self.tell) = Some(tell);
+    pub(super) fn start(self: &Arc<Self>, serve: Serve) {
+        *lock(&self.serve) = Some(serve);
         self.start_thread();
     }
 
     fn start_thread(self: &Arc<Self>) {
         let is_idle = lock(&self.served).is_empty();
-        let Some(tell) = lock(&self.tell).take_if(|_| !is_idle) else { return };
-        let server = LeaseServer::new(self.clone(), tell);
-        if let Err(e) = std::thread::Builder::new().name("leases".into()).spawn(move || server.run()) {
+        let Some(serve) = lock(&self.serve).take_if(|_| !is_idle) else { return };
+        let me = self.clone();
+        if let Err(e) = std::thread::Builder::new().name("leases".into()).spawn(move || serve(me)) {
             tracing::error!(error = %e, "no thread for leases, so programs get no VFs");
         }
     }
@@ -169,7 +171,7 @@ impl Lender {
         }
     }
 
-    /// What a worker must know of a vRNIC.
+    /// The VF of a vRNIC, for its worker.
     pub fn vf_use(&self, vrnic: &str) -> VfUse {
         let asks = lock(&self.served).contains_key(vrnic);
         let vf = self.pool.as_ref().filter(|_| asks).and_then(|p| p.loan(vrnic)).map(|l| l.path);
@@ -188,23 +190,23 @@ impl Lender {
         let asked = borrower.way;
         if let Some(loan) = self.pool.as_ref().and_then(|p| p.loan(vrnic)) {
             let (vf, gid) = (Some(loan.vf.to_string()), Some(Gid(loan.path.gid).to_string()));
-            let why = not_held(&borrower.share);
+            let why = Some(not_held(&borrower.share));
             return WayInfo { asked, in_force: Way::Vf, why, vf, gid, contexts: loan.contexts };
         }
         let (in_force, why) = match self.check(vrnic, &borrower) {
-            Ok(()) => (Way::Vf, not_held(&borrower.share)),
+            Ok(()) => (Way::Vf, Some(not_held(&borrower.share))),
             Err(e) => (Way::Soft, Some(e.to_string())),
         };
         WayInfo { asked, in_force, why, ..WayInfo::default() }
     }
 }
 
-/// The parts of a share that a VF does not hold.
-fn not_held(share: &Share) -> Option<String> {
-    let has_weight = share.weight != Share::default().weight;
-    let parts: Vec<&str> =
-        [(has_weight, "--weight"), (share.ops > 0, "--ops")].iter().filter(|p| p.0).map(|p| p.1).collect();
-    (!parts.is_empty()).then(|| format!("a VF does not hold {}", parts.join(" and ")))
+/// The limits of a vRNIC that a VF does not hold.
+fn not_held(share: &Share) -> String {
+    let mut parts = vec!["limits of objects"];
+    parts.extend((share.weight != Share::default().weight).then_some("--weight"));
+    parts.extend((share.ops > 0).then_some("--ops"));
+    format!("a VF does not hold {}", parts.join(", "))
 }
 
 #[cfg(test)]
@@ -249,9 +251,15 @@ mod tests {
         assert!(why(borrower("blue", 0)).starts_with("no PF serves the group `blue`"));
         assert!(why(Borrower { is_sealed: true, ..borrower("blue", 7) }).contains("does not encrypt"));
         let share = Share { ops: 5, weight: 7, ..Share::default() };
-        assert_eq!(why(Borrower { share, ..borrower("blue", 7) }), "a VF does not hold --weight and --ops");
+        assert_eq!(
+            why(Borrower { share, ..borrower("blue", 7) }),
+            "a VF does not hold limits of objects, --weight, --ops"
+        );
         let (way, _) = with(Some(pool), borrower("blue", 7));
-        assert_eq!((way.in_force, way.why, way.vf), (Way::Vf, None, None));
+        assert_eq!(
+            (way.in_force, way.why.as_deref(), way.vf),
+            (Way::Vf, Some("a VF does not hold limits of objects"), None)
+        );
         assert_eq!(Lender::new(None, Path::new("/nowhere")).unwrap().way("a"), WayInfo::default());
     }
 

@@ -1,4 +1,4 @@
-//! What the server of leases asks of the pool: contexts, places in the queue, and whether a VF is set up.
+//! The part of the pool for the server of leases: contexts, places in the queue, and whether a VF is set up.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -33,8 +33,8 @@ pub(super) enum Setup {
 }
 
 impl Pool {
-    /// Takes over what was seen: corrects and changes leases by it, and plans. Returns the time until the leases must be
-    /// looked at, too. Wakes the server of leases.
+    /// Takes over a look at the kernel: corrects and changes leases by it, and plans. Returns also the time until the
+    /// leases must be looked at. Wakes the server of leases.
     pub(super) fn observe(&self, seen: Seen) -> (Plan, Vec<Change>, Duration) {
         let now = self.began.elapsed();
         let mut state = lock(&self.state);

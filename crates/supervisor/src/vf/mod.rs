@@ -34,6 +34,7 @@ use unirdma_device::lock;
 use unirdma_vf::{Change, Config, LeaseId, Leases, Part, Phase, Problem, Seen, State, VfId, states};
 
 use crate::admin::{VF_KINDS, VfInfo, VfsInfo};
+use lease_server::{LeaseServer, Tell};
 pub(crate) use lender::{Borrower, LendError, Lender};
 use log_file::LogFile;
 use look::Looker;
@@ -42,6 +43,11 @@ use tree::Roots;
 
 /// Time for which a step may take until administrators are told that it does.
 const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Answers programs that ask for VFs, on a thread of its own.
+pub(crate) fn serve_programs(lender: &Arc<Lender>, tell: Tell) {
+    lender.start(Box::new(|lender| LeaseServer::new(lender, tell).run()));
+}
 
 /// A descriptor to wake a thread.
 fn event() -> io::Result<OwnedFd> {
@@ -71,7 +77,7 @@ struct PoolState {
     seen: Seen,
     leases: Leases,
     log: LogFile,
-    /// What has come of requests that waited, until the programs are told.
+    /// Requests that have waited and got a VF, or have waited for too long, until the programs are told.
     changes: Vec<Change>,
     /// Contexts that programs have got from this supervisor, by lease and vRNIC. Their number is at least 1.
     contexts: BTreeMap<(LeaseId, String), u32>,

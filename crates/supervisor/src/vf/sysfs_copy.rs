@@ -1,4 +1,4 @@
-//! What a program may see of its VF's verbs device in `/sys/class`, copied into the vRNIC's directory.
+//! A copy of the part of `/sys/class` that a program may see of its VF's verbs device, in the vRNIC's directory.
 //!
 //! A container sees that directory, and may write to it. So the copy is made in a directory of the supervisor and takes
 //! its place in one step; no path inside of the vRNIC's directory is followed.
@@ -135,7 +135,7 @@ impl Copy {
         Ok(())
     }
 
-    /// Copies those of these files that the kernel shows.
+    /// Copies files. Some devices do not have all of them.
     fn some(&mut self, dir: &Path, names: &[&str]) -> io::Result<()> {
         fs::create_dir_all(self.to.join(dir))?;
         for name in names.iter().filter(|n| !n.contains('/')) {

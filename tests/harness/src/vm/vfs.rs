@@ -107,7 +107,7 @@ impl Vfs {
         image.modules(MODULES)?;
         image.rxe()?;
         PROGRAMS.iter().try_for_each(|p| image.program(p))?;
-        image.compile("rnic-facts")?;
+        ["rnic-facts", "lease"].iter().try_for_each(|p| image.compile(p))?;
         image.text("vf-up", VF_UP)?;
         image.text("vf-neighbours", VF_NEIGHBOURS)?;
         if has_ours {

@@ -29,7 +29,7 @@ struct Host {
     pool: Arc<Pool>,
     lender: Arc<Lender>,
     seen: Arc<Mutex<Seen>>,
-    /// What the workers are told, in order.
+    /// Everything that the workers are told, in order.
     told: Arc<Mutex<Vec<String>>>,
     /// Workers answer.
     workers_answer: Arc<AtomicBool>,
@@ -243,7 +243,7 @@ fn vf_of(step: &Step) -> Option<&VfId> {
 /// A program's end of a connection.
 struct Program(OwnedFd);
 
-/// What a program is told, in words.
+/// A message to a program.
 #[derive(Debug, PartialEq, Eq)]
 struct Heard {
     kind: u32,
