@@ -6,7 +6,8 @@ use unirdma_formats::Gid;
 use unirdma_formats::net::{GRH_BYTES, parse_grh};
 use unirdma_verbs_abi::*;
 
-use crate::device::{context, gid};
+use crate::device::{context, gid, hosted_behind};
+use crate::hosted;
 use crate::trace::trace;
 use crate::{code, null};
 
@@ -52,6 +53,13 @@ pub(crate) fn ah_out(a: &abi::AhAttr) -> ibv_ah_attr {
 
 pub unsafe extern "C" fn x_ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
     // SAFETY: the caller passes its PD and attributes.
+    match unsafe { hosted_behind((*pd).context) } {
+        // SAFETY: as above.
+        Ok(Some(h)) => return unsafe { hosted::create_ah(&h, pd, &*attr) },
+        Err(e) => return null(e),
+        Ok(None) => {}
+    }
+    // SAFETY: as above.
     let (c, pdn, attr) = unsafe { ((*pd).context, (*pd).handle, ah_in(&*attr)) };
     // SAFETY: a PD's context is open.
     let ctx = unsafe { context(c) };
@@ -95,6 +103,16 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     attr: *mut ibv_ah_attr,
 ) -> i32 {
     const WC_GRH: u32 = unirdma_formats::wc_flags::GRH;
+    // SAFETY: the caller passes its context.
+    match unsafe { hosted_behind(c) } {
+        // SAFETY: the caller passes a completion, its header, and room for the attributes.
+        Ok(Some(h)) => return unsafe { hosted::init_ah_from_wc(&h, port, wc, grh, attr) },
+        Err(e) => {
+            crate::set_errno(e);
+            return -1;
+        }
+        Ok(None) => {}
+    }
     // SAFETY: the caller passes its context and a completion.
     let (ctx, wc) = unsafe { (context(c), &*wc) };
     let failed = |e: i32| {
@@ -108,7 +126,7 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     // SAFETY: with that flag the caller's buffer begins with 40 bytes of header.
     let bytes: [u8; GRH_BYTES] = unsafe { grh.cast::<[u8; GRH_BYTES]>().read_unaligned() };
     let Some((sender, own)) = parse_grh(&bytes) else { return failed(libc::EINVAL) };
-    let index = (0..256).map_while(|i| gid(ctx, port.into(), i).ok()).position(|g| g == own.0);
+    let index = (0..256).map_while(|i| gid(&ctx.driver, port.into(), i).ok()).position(|g| g == own.0);
     let Some(index) = index else { return failed(libc::EINVAL) };
     let v6 = bytes[0] >> 4 == 6;
     let traffic_class = if v6 { (u16::from_be_bytes([bytes[0], bytes[1]]) >> 4) as u8 } else { bytes[21] };

@@ -136,6 +136,8 @@ pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
     0
 }
 
+/// Its address tells this library's contexts from others, so there must be one of it.
+#[inline(never)]
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc) -> i32 {
     // SAFETY: the caller passes its CQ.
     let obj = unsafe { &*cq.cast::<CqObj>() };

@@ -13,6 +13,7 @@ use unirdma_driver::fds::Known;
 use unirdma_verbs_abi::*;
 
 use crate::cq::CqObj;
+use crate::hosted::{self, Hosted, Lease, Opened};
 use crate::mr::MrObj;
 use crate::qp::QpObj;
 use crate::srq::SrqObj;
@@ -34,6 +35,8 @@ const NAME: &str = "unirdma0";
 pub(crate) struct ContextObj {
     pub c: verbs_context,
     pub driver: Arc<driver::Context>,
+    /// Of a vRNIC whose other programs may have VFs: keeps the decision that this one uses the software RNIC.
+    _lease: Option<Lease>,
     _device: Box<DeviceObj>,
     /// Descriptor for `cmd_fd`. It leads nowhere: programs may pass it on to import the device from it, which is then
     /// refused.
@@ -67,6 +70,32 @@ pub(crate) unsafe fn context<'a>(c: *mut ibv_context) -> &'a ContextObj {
     let off = std::mem::offset_of!(ContextObj, c) + std::mem::offset_of!(verbs_context, context);
     // SAFETY: every context of this library lies at that offset in a ContextObj.
     unsafe { &*c.cast::<u8>().sub(off).cast::<ContextObj>() }
+}
+
+/// The session of a context, ours or hosted.
+///
+/// # Safety
+/// `c` is an open context.
+pub(crate) unsafe fn session(c: *mut ibv_context) -> Result<Arc<driver::Context>, i32> {
+    // SAFETY: by the contract.
+    unsafe {
+        match hosted_behind(c)? {
+            Some(h) => Ok(h.driver.clone()),
+            None => Ok(context(c).driver.clone()),
+        }
+    }
+}
+
+/// The hosted context behind `c`; `None` if `c` is ours.
+///
+/// # Errors
+/// `EINVAL` for a context of which the library knows nothing.
+///
+/// # Safety
+/// `c` is an open context.
+pub(crate) unsafe fn hosted_behind(c: *mut ibv_context) -> Result<Option<Arc<Hosted>>, i32> {
+    // SAFETY: by the contract.
+    unsafe { if hosted::is_ours(c) { Ok(None) } else { hosted::of(c).map(Some).ok_or(libc::EINVAL) } }
 }
 
 fn new_device(guid: u64) -> Box<DeviceObj> {
@@ -131,11 +160,19 @@ pub unsafe extern "C" fn x_ibv_get_device_index(_d: *mut ibv_device) -> i32 {
 }
 
 pub unsafe extern "C" fn x_ibv_get_device_guid(d: *mut ibv_device) -> u64 {
-    // SAFETY: the caller passes a device of the list.
-    unsafe { (*d.cast::<DeviceObj>()).guid.to_be() }
+    // SAFETY: the caller passes a device of the list or of an open context.
+    unsafe {
+        // The devices of all contexts are the one vRNIC.
+        let d = d.cast::<DeviceObj>();
+        if (*d).c.ops == std::ptr::from_ref(&DEVICE_OPS).cast() {
+            (*d).guid.to_be()
+        } else {
+            driver::device_config(&driver::socket_path()).map_or(0, |c| c.node_guid.to_be())
+        }
+    }
 }
 
-pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_context {
+pub unsafe extern "C" fn x_ibv_open_device(_d: *mut ibv_device) -> *mut ibv_context {
     trace!("ibv_open_device()");
     let driver = match driver::Context::open(&driver::socket_path()) {
         Ok(c) => c,
@@ -145,8 +182,15 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
             return null(e);
         }
     };
-    // SAFETY: the caller passes a device of the list.
-    let device = new_device(unsafe { (*d.cast::<DeviceObj>()).guid });
+    let mut lease = None;
+    if driver.device.way == abi::WAY_VF {
+        match hosted::open(&driver, NAME) {
+            Ok(Opened::Hosted(c)) => return c,
+            Ok(Opened::Soft(soft)) => lease = Some(soft),
+            Err(e) => return null(e),
+        }
+    }
+    let device = new_device(driver.device.config.node_guid);
     let Ok(cmd) = Known::empty() else { return null(libc::EMFILE) };
     // SAFETY: all fields are integers, pointers, optional functions or zeroed pthread objects.
     let mut c: verbs_context = unsafe { std::mem::zeroed() };
@@ -191,6 +235,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     let obj = Box::into_raw(Box::new(ContextObj {
         c,
         driver,
+        _lease: lease,
         _device: device,
         _cmd: cmd,
         cqs: Mutex::default(),
@@ -205,6 +250,13 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
 
 pub unsafe extern "C" fn x_ibv_close_device(c: *mut ibv_context) -> i32 {
     // SAFETY: the caller gives its context back.
+    match unsafe { hosted_behind(c) } {
+        // SAFETY: as above.
+        Ok(Some(h)) => return unsafe { hosted::close(h) },
+        Err(e) => return code(Err(e)),
+        Ok(None) => {}
+    }
+    // SAFETY: as above, and it is ours.
     let ctx = unsafe { context(c) };
     let left = ctx.objects.load(Ordering::Relaxed);
     trace!("ibv_close_device(): {left} objects are left");
@@ -259,6 +311,13 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
 
 pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_device_attr) -> i32 {
     trace!("ibv_query_device()");
+    // SAFETY: the caller passes its context and room for the attributes.
+    match unsafe { hosted_behind(c) } {
+        // SAFETY: as above.
+        Ok(Some(h)) => return unsafe { hosted::query_device(&h, attr) },
+        Err(e) => return code(Err(e)),
+        Ok(None) => {}
+    }
     // SAFETY: the caller passes its context and room for the attributes.
     unsafe { *attr = device_attr(&context(c).driver.device) };
     0
@@ -358,19 +417,26 @@ unsafe extern "C" fn compat_query_port(c: *mut ibv_context, port: u8, attr: *mut
 }
 
 pub unsafe extern "C" fn x_ibv_query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> i32 {
+    // SAFETY: the caller passes its context and room for the attributes.
+    match unsafe { hosted_behind(c) } {
+        // SAFETY: as above.
+        Ok(Some(h)) => return unsafe { hosted::query_port(&h, port, attr) },
+        Err(e) => return code(Err(e)),
+        Ok(None) => {}
+    }
     // SAFETY: as query_port.
     unsafe { query_port(c, port, attr, COMPAT_PORT_ATTR) }
 }
 
-pub(crate) fn gid(ctx: &ContextObj, port: u32, index: i32) -> Result<[u8; 16], i32> {
+pub(crate) fn gid(session: &driver::Context, port: u32, index: i32) -> Result<[u8; 16], i32> {
     let index = u32::try_from(index).map_err(|_| libc::EINVAL)?;
-    ctx.driver.command(Command::QueryGid, &abi::QueryGidReq { port, index }).map(|r: abi::QueryGidResp| r.gid)
+    session.command(Command::QueryGid, &abi::QueryGidReq { port, index }).map(|r: abi::QueryGidResp| r.gid)
 }
 
 pub unsafe extern "C" fn x_ibv_query_gid(c: *mut ibv_context, port: u8, index: i32, out: *mut ibv_gid) -> i32 {
     trace!("ibv_query_gid({port}, {index})");
     // SAFETY: the caller passes its context and room for a GID.
-    match gid(unsafe { context(c) }, port.into(), index) {
+    match unsafe { session(c) }.and_then(|s| gid(&s, port.into(), index)) {
         Ok(raw) => {
             // SAFETY: as above.
             unsafe { *out = ibv_gid { raw } };
@@ -385,7 +451,7 @@ pub unsafe extern "C" fn x_ibv_query_gid(c: *mut ibv_context, port: u8, index: i
 
 pub unsafe extern "C" fn x_ibv_query_gid_type(c: *mut ibv_context, port: u8, index: u32, out: *mut u32) -> i32 {
     // SAFETY: the caller passes its context.
-    match gid(unsafe { context(c) }, port.into(), index as i32) {
+    match unsafe { session(c) }.and_then(|s| gid(&s, port.into(), index as i32)) {
         Ok(_) => {
             // IBV_GID_TYPE_SYSFS_ROCE_V2 of the private interface.
             // SAFETY: room for the type.
@@ -399,7 +465,7 @@ pub unsafe extern "C" fn x_ibv_query_gid_type(c: *mut ibv_context, port: u8, ind
     }
 }
 
-fn gid_entry(ctx: &ContextObj, port: u32, index: u32, interfaces: &Interfaces) -> Result<ibv_gid_entry, i32> {
+fn gid_entry(ctx: &driver::Context, port: u32, index: u32, interfaces: &Interfaces) -> Result<ibv_gid_entry, i32> {
     let raw = gid(ctx, port, index as i32)?;
     if raw == [0; 16] {
         return Err(libc::ENODATA);
@@ -443,7 +509,7 @@ impl Interfaces {
 
     /// The interface that has a GID's address; 0 if there is none. A link-local GID belongs to the interface of the
     /// port's first GID, even if IPv6 is off there.
-    fn of(&self, ctx: &ContextObj, raw: &[u8; 16]) -> u32 {
+    fn of(&self, ctx: &driver::Context, raw: &[u8; 16]) -> u32 {
         let first = || {
             let link_local = raw[0] == 0xfe && raw[1] & 0xc0 == 0x80;
             gid(ctx, 1, 0).ok().filter(|_| link_local).and_then(|g| self.find(&g))
@@ -465,7 +531,7 @@ pub unsafe extern "C" fn x__ibv_query_gid_ex(
         return libc::EOPNOTSUPP;
     }
     // SAFETY: the caller passes its context and `size` bytes of room.
-    match gid_entry(unsafe { context(c) }, port, index, &Interfaces::read()) {
+    match unsafe { session(c) }.and_then(|s| gid_entry(&s, port, index, &Interfaces::read())) {
         Ok(e) => {
             let n = size.min(size_of::<ibv_gid_entry>());
             // SAFETY: as above.
@@ -491,11 +557,14 @@ pub unsafe extern "C" fn x__ibv_query_gid_table(
         return -(libc::EINVAL as isize);
     }
     // SAFETY: the caller passes its context.
-    let ctx = unsafe { context(c) };
+    let ctx = match unsafe { session(c) } {
+        Ok(s) => s,
+        Err(e) => return -(e as isize),
+    };
     let interfaces = Interfaces::read();
     let mut n = 0;
     for index in 0.. {
-        let e = match gid_entry(ctx, 1, index, &interfaces) {
+        let e = match gid_entry(&ctx, 1, index, &interfaces) {
             Ok(e) => e,
             // An address that was removed leaves a hole.
             Err(libc::ENODATA) => continue,
@@ -515,7 +584,7 @@ pub unsafe extern "C" fn x_ibv_query_pkey(c: *mut ibv_context, port: u8, index: 
     trace!("ibv_query_pkey({port}, {index})");
     let req = abi::QueryPkeyReq { port: port.into(), index: u16::try_from(index).unwrap_or(u16::MAX), reserved: 0 };
     // SAFETY: the caller passes its context.
-    let r: Result<abi::QueryPkeyResp, i32> = unsafe { context(c) }.driver.command(Command::QueryPkey, &req);
+    let r: Result<abi::QueryPkeyResp, i32> = unsafe { session(c) }.and_then(|s| s.command(Command::QueryPkey, &req));
     match r {
         Ok(r) => {
             // SAFETY: room for a P_Key, which is big-endian.
@@ -569,17 +638,31 @@ pub unsafe extern "C" fn x_ibv_read_sysfs_file(
 
 /// Needs no address resolution: the virtual layer finds the peer by its GID.
 pub unsafe extern "C" fn x_ibv_resolve_eth_l2_from_gid(
-    _c: *mut ibv_context,
-    _attr: *mut ibv_ah_attr,
+    c: *mut ibv_context,
+    attr: *mut ibv_ah_attr,
     mac: *mut u8,
     vid: *mut u16,
 ) -> i32 {
-    // SAFETY: room for a MAC and, unless NULL, a VLAN ID.
+    // SAFETY: the caller passes its context and attributes.
+    if let Some(h) = unsafe { hosted::of(c) } {
+        // SAFETY: as above.
+        return unsafe { hosted::resolve_mac(&h, &*attr, mac, vid) };
+    }
+    // SAFETY: as above.
+    unsafe { no_mac(mac, vid) };
+    0
+}
+
+/// The answer that stands for any MAC.
+///
+/// # Safety
+/// Room for a MAC and, unless NULL, a VLAN ID.
+pub(crate) unsafe fn no_mac(mac: *mut u8, vid: *mut u16) {
+    // SAFETY: by the contract.
     unsafe {
         std::ptr::write_bytes(mac, 0, 6);
         if !vid.is_null() {
             *vid = 0xffff;
         }
     }
-    0
 }

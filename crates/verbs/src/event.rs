@@ -186,7 +186,11 @@ pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut 
 }
 
 pub unsafe extern "C" fn x_ibv_ack_async_event(event: *mut ibv_async_event) {
-    // SAFETY: the caller gives back an event that it got; its object lives until then.
+    // SAFETY: the caller gives back an event that it got.
+    if unsafe { crate::hosted::ack_async_event(event) } {
+        return;
+    }
+    // SAFETY: as above; the event's object lives until then.
     unsafe {
         let e = &*event;
         if is_cq_event(e.event_type) {

@@ -9,12 +9,14 @@
 #![allow(clippy::missing_safety_doc, missing_docs, non_snake_case)]
 
 mod ah;
+mod any;
 mod cq;
 mod cq_ex;
 mod device;
 mod dm;
 mod domain;
 mod event;
+mod hosted;
 mod mcast;
 mod mr;
 mod mw;
@@ -36,6 +38,10 @@ mod api {
     pub use crate::device::*;
     pub use crate::domain::*;
     pub use crate::event::*;
+    pub use crate::hosted::{
+        x_verbs_register_driver_34, x_verbs_register_driver_57, x_verbs_register_driver_59, x_verbs_register_driver_64,
+        x_verbs_register_driver_65,
+    };
     pub use crate::mcast::*;
     pub use crate::mr::*;
     pub use crate::qp::*;

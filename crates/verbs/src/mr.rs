@@ -153,8 +153,13 @@ pub unsafe extern "C" fn x_ibv_reg_buf_mr(
     if !unsafe { &*buf }.holds(addr as usize, length) {
         return null(libc::EINVAL);
     }
-    // SAFETY: as ibv_reg_mr.
-    unsafe { register(pd, addr, length, addr as u64, access as u32) }
+    // SAFETY: as ibv_reg_mr. For a VF the buffer is memory as any other.
+    unsafe {
+        if !crate::hosted::is_ours((*pd).context) {
+            return crate::any::reg_mr(pd, addr, length, access);
+        }
+        register(pd, addr, length, addr as u64, access as u32)
+    }
 }
 
 /// Parameters of a registration.

@@ -8,9 +8,10 @@ use unirdma_verbs_abi::*;
 
 use crate::ah::{ah_in, ah_out};
 use crate::cq::CqObj;
-use crate::device::context;
+use crate::device::{context, hosted_behind};
 use crate::domain::has_thread_domain;
 use crate::event::{Outstanding, is_qp_event};
+use crate::hosted;
 use crate::srq::SrqObj;
 use crate::tm::Matching;
 use crate::trace::trace;
@@ -195,6 +196,13 @@ pub(crate) unsafe fn wrap(
 
 pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
     // SAFETY: the caller passes its QP.
+    match unsafe { hosted_behind((*qp).context) } {
+        // SAFETY: as above.
+        Ok(Some(h)) => return unsafe { hosted::destroy_qp(&h, qp) },
+        Err(e) => return code(Err(e)),
+        Ok(None) => {}
+    }
+    // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // SAFETY: a QP's context is open.
     let ctx = unsafe { context(obj.c.qp_base.context) };
@@ -268,6 +276,13 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(qp: *mut ibv_qp, attr: *mut
 }
 
 pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: i32) -> i32 {
+    // SAFETY: the caller passes its QP and attributes.
+    match unsafe { hosted_behind((*qp).context) } {
+        // SAFETY: as above.
+        Ok(Some(h)) => return unsafe { hosted::modify_qp(&h, qp, &*attr, mask, false) },
+        Err(e) => return code(Err(e)),
+        Ok(None) => {}
+    }
     // SAFETY: the caller passes its QP and attributes. Fields outside the mask may be uninitialized
     // memory of integer type; the device ignores them.
     let (obj, a) = unsafe { (&mut *qp.cast::<QpObj>(), &*attr) };
@@ -367,6 +382,13 @@ pub unsafe extern "C" fn x_ibv_query_qp(
     init: *mut ibv_qp_init_attr,
 ) -> i32 {
     // SAFETY: the caller passes its QP.
+    match unsafe { hosted_behind((*qp).context) } {
+        // SAFETY: the caller passes its QP, and room for both.
+        Ok(Some(h)) => return unsafe { hosted::query_qp(&h, qp, attr, mask, init) },
+        Err(e) => return code(Err(e)),
+        Ok(None) => {}
+    }
+    // SAFETY: as above.
     let obj = unsafe { &mut *qp.cast::<QpObj>() };
     let q = match obj.qp.query() {
         Ok(q) => q,

@@ -12,10 +12,6 @@ fn name(p: *const c_char) -> String {
     unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
 }
 
-pub(crate) extern "C" fn stub_void(n: *const c_char) {
-    trace!("{}: ignored", name(n));
-}
-
 pub(crate) extern "C" fn stub_null(n: *const c_char) -> *mut c_void {
     trace!("{}: not supported", name(n));
     set_errno(libc::EOPNOTSUPP);
@@ -33,23 +29,26 @@ pub(crate) extern "C" fn stub_minus_one(n: *const c_char) -> i32 {
     -1
 }
 
-/// Nothing to prepare: a forked child must not use its parent's devices, and gets pages of its own.
+/// Nothing to prepare for contexts of our own: a forked child must not use its parent's devices, and gets pages of its
+/// own. The real library is told.
 pub extern "C" fn x_ibv_fork_init() -> i32 {
     trace!("ibv_fork_init()");
-    0
+    crate::hosted::fork_init()
 }
 
-/// `IBV_FORK_UNNEEDED`.
+/// `IBV_FORK_UNNEEDED`, unless a real library answers.
 pub extern "C" fn x_ibv_is_fork_initialized() -> i32 {
-    2
+    crate::hosted::is_fork_initialized().unwrap_or(2)
 }
 
-pub extern "C" fn x_ibv_dontfork_range(_base: *mut c_void, _size: usize) -> i32 {
-    0
+pub unsafe extern "C" fn x_ibv_dontfork_range(base: *mut c_void, size: usize) -> i32 {
+    // SAFETY: the caller's range.
+    unsafe { crate::hosted::fork_range(base, size, true) }
 }
 
-pub extern "C" fn x_ibv_dofork_range(_base: *mut c_void, _size: usize) -> i32 {
-    0
+pub unsafe extern "C" fn x_ibv_dofork_range(base: *mut c_void, size: usize) -> i32 {
+    // SAFETY: the caller's range.
+    unsafe { crate::hosted::fork_range(base, size, false) }
 }
 
 /// Data of a WRITE arrives in order, both as a whole and in each 128 bytes; see `docs/spec/virtio-rdma.md`, section

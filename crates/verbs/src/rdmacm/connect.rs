@@ -8,8 +8,8 @@ use unirdma_verbs_abi::*;
 
 use super::qp::max_rd_atomic;
 use super::{Group, IdObj, address, object, request};
+use crate::any;
 use crate::done;
-use crate::mcast::{x_ibv_attach_mcast, x_ibv_detach_mcast};
 
 /// `RDMA_MAX_RESP_RES`, `RDMA_MAX_INIT_DEPTH`: the device's maximum.
 const MOST: u8 = 0xff;
@@ -46,10 +46,18 @@ impl IdObj {
         });
         // SAFETY: the identifier's own QP, or none.
         let own = unsafe { self.c.qp.as_ref() };
+        // The maximum is the VF's if the identifier has one, and else known to the virtual layer.
+        let most = match self.c.verbs {
+            verbs if verbs.is_null() => MOST,
+            // SAFETY: the identifier's device is open.
+            verbs if unsafe { crate::hosted::is_ours(verbs) } => MOST,
+            verbs => max_rd_atomic(verbs),
+        };
+        let number = |n: u8| if n == MOST { most } else { n };
         r.param = abi::CmParam {
             qpn: own.map_or(p.qp_num, |q| q.qp_num),
-            responder_resources: p.responder_resources,
-            initiator_depth: p.initiator_depth,
+            responder_resources: number(p.responder_resources),
+            initiator_depth: number(p.initiator_depth),
             flow_control: p.flow_control,
             retry_count: p.retry_count,
             rnr_retry_count: p.rnr_retry_count,
@@ -77,7 +85,7 @@ impl IdObj {
         let g = self.groups.iter_mut().find(|g| g.token == token).ok_or(libc::EINVAL)?;
         if !qp.is_null() {
             // SAFETY: the identifier's own QP.
-            match unsafe { x_ibv_attach_mcast(qp, &g.mgid, 0) } {
+            match unsafe { any::attach_mcast(qp, &g.mgid, 0) } {
                 0 => g.attached = true,
                 e => return Err(e),
             }
@@ -235,7 +243,7 @@ pub unsafe extern "C" fn x_rdma_leave_multicast(id: *mut rdma_cm_id, addr: *mut 
     let g = obj.groups.remove(at);
     if g.attached && !obj.c.qp.is_null() {
         // SAFETY: the identifier's own QP.
-        unsafe { x_ibv_detach_mcast(obj.c.qp, &g.mgid, 0) };
+        unsafe { any::detach_mcast(obj.c.qp, &g.mgid, 0) };
     }
     done(request(CmOp::Leave, obj.handle, |r| r.dst = addr).map(|_| ()))
 }

@@ -61,7 +61,7 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
     let ch = unsafe { &*channel.cast::<EventChannelObj>() };
     loop {
         let r: Result<abi::CmEvent, i32> = ch.events.next().and_then(|_| {
-            ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.events.number(), reserved: 0 })
+            ch.session.command(Command::CmEvent, &abi::CmEventReq { queue: ch.events.number(), reserved: 0 })
         });
         match r {
             Err(libc::EIO) => return removal(channel).ok_or(libc::EIO),

@@ -24,10 +24,10 @@ pub unsafe extern "C" fn x_rdma_create_event_channel() -> *mut rdma_event_channe
 }
 
 fn create_channel() -> Result<*mut EventChannelObj, i32> {
-    let (_, ctx) = shared_context()?;
-    let events = ctx.driver.open_channel()?;
+    let (_, session) = shared_context()?;
+    let events = session.open_channel()?;
     let c = rdma_event_channel { fd: events.raw_fd() };
-    Ok(Box::into_raw(Box::new(EventChannelObj { c, ctx, events, stale: AtomicI32::new(0) })))
+    Ok(Box::into_raw(Box::new(EventChannelObj { c, session, events, stale: AtomicI32::new(0) })))
 }
 
 pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
@@ -35,7 +35,7 @@ pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_c
     if !channel.is_null() {
         // SAFETY: boxed in create_channel, given back once.
         let obj = unsafe { Box::from_raw(channel.cast::<EventChannelObj>()) };
-        obj.ctx.driver.close_channel(obj.events);
+        obj.session.close_channel(obj.events);
     }
 }
 
@@ -293,7 +293,9 @@ pub(crate) unsafe fn bind_to_device(id: *mut rdma_cm_id, addr: *const libc::sock
     // SAFETY: by the contract.
     unsafe {
         bind(object(id), addr)?;
-        object(id).attach_device()
+        object(id).attach_device()?;
+        // A datagram's sender is known by the GID in its header, which is the VF's.
+        if crate::hosted::is_ours((*id).verbs) { Ok(()) } else { Err(libc::EOPNOTSUPP) }
     }
 }
 

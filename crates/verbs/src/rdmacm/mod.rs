@@ -9,15 +9,15 @@ mod id;
 mod qp;
 
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command};
 use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
-use crate::device::{ContextObj, context, x_ibv_free_device_list, x_ibv_get_device_list, x_ibv_open_device};
+use crate::device::{session, x_ibv_close_device, x_ibv_free_device_list, x_ibv_get_device_list, x_ibv_open_device};
 use crate::event::Outstanding;
 use crate::lock;
 
@@ -30,6 +30,7 @@ pub use qp::*;
 /// The device that all identifiers of this process share.
 struct Device {
     verbs: *mut ibv_context,
+    session: Arc<driver::Context>,
     /// The PD of QPs that are created without one.
     pd: *mut ibv_pd,
     /// The XRC domain of QPs and SRQs that are created without one.
@@ -45,10 +46,19 @@ static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
 
 /// Calls `f` with the device. The device is opened on first use, and again in a forked child.
 fn with_device<R>(f: impl FnOnce(&mut Device) -> R) -> Result<R, i32> {
-    let mut slot = lock(&DEVICE);
     let pid = std::process::id();
-    if slot.as_ref().is_none_or(|d| d.pid != pid) {
-        *slot = Some(open(pid)?);
+    let is_open = |slot: &Option<Device>| slot.as_ref().is_some_and(|d| d.pid == pid);
+    let was_open = is_open(&lock(&DEVICE));
+    // Opening may wait for a VF, so no lock is held.
+    let new = if was_open { None } else { Some(open(pid)?) };
+    let mut slot = lock(&DEVICE);
+    if is_open(&slot) {
+        if let Some(surplus) = new {
+            // SAFETY: opened above, and nobody has seen it.
+            unsafe { x_ibv_close_device(surplus.verbs) };
+        }
+    } else {
+        *slot = new;
     }
     slot.as_mut().map(f).ok_or(libc::ENODEV)
 }
@@ -65,20 +75,21 @@ fn open(pid: u32) -> Result<Device, i32> {
     if verbs.is_null() {
         return Err(libc::ENODEV);
     }
-    Ok(Device { verbs, pd: std::ptr::null_mut(), xrcd: std::ptr::null_mut(), pid, ids: HashMap::new() })
+    // SAFETY: just opened.
+    let session = unsafe { session(verbs) }?;
+    Ok(Device { verbs, session, pd: std::ptr::null_mut(), xrcd: std::ptr::null_mut(), pid, ids: HashMap::new() })
 }
 
 /// The context of the shared device.
-fn shared_context() -> Result<(*mut ibv_context, &'static ContextObj), i32> {
-    // SAFETY: the shared device is never closed.
-    with_device(|d| (d.verbs, unsafe { context(d.verbs) }))
+fn shared_context() -> Result<(*mut ibv_context, Arc<driver::Context>), i32> {
+    with_device(|d| (d.verbs, d.session.clone()))
 }
 
 /// An event channel. Programs know only the C structure.
 #[repr(C)]
 pub(crate) struct EventChannelObj {
     c: rdma_event_channel,
-    ctx: &'static ContextObj,
+    session: Arc<driver::Context>,
     events: driver::EventSource,
     /// Messages on `events` whose event has gone with its identifier, or to another channel.
     stale: AtomicI32,
@@ -141,10 +152,10 @@ unsafe fn object<'a>(id: *mut rdma_cm_id) -> &'a mut IdObj {
 
 /// Sends a request of connection management to the virtual layer.
 fn request(op: CmOp, handle: u32, change: impl FnOnce(&mut abi::CmReq)) -> Result<abi::CmResp, i32> {
-    let (_, ctx) = shared_context()?;
+    let (_, session) = shared_context()?;
     let mut r = abi::CmReq { op: op as u8, id: handle, ..Default::default() };
     change(&mut r);
-    let result = ctx.driver.command(Command::Cm, &r);
+    let result = session.command(Command::Cm, &r);
     crate::trace::trace!("rdma_cm {op:?}({handle:#x}) = {:?}", result.as_ref().map(|r: &abi::CmResp| r.id));
     result
 }

@@ -8,15 +8,12 @@ use unirdma_formats::attr_mask as m;
 use unirdma_verbs_abi::*;
 
 use super::{IdObj, object, shared_context, with_device};
-use crate::cq::{x_ibv_create_cq, x_ibv_destroy_cq};
-use crate::device::x_ibv_query_device;
-use crate::domain::x_ibv_alloc_pd;
+use crate::any;
+use crate::device::{hosted_behind, x_ibv_query_device};
 use crate::done;
-use crate::event::{x_ibv_create_comp_channel, x_ibv_destroy_comp_channel};
-use crate::qp::{attr_out, x_ibv_create_qp, x_ibv_destroy_qp, x_ibv_modify_qp};
-use crate::srq::x_ibv_destroy_srq;
-use crate::wr::create_qp_ex;
-use crate::xrcd::{create_srq_ex, handle_of, open_xrcd};
+use crate::hosted;
+use crate::qp::{attr_out, x_ibv_destroy_qp, x_ibv_modify_qp};
+use crate::xrcd::handle_of;
 
 const INIT: u32 = 1;
 const RTR: u32 = 2;
@@ -36,7 +33,7 @@ pub(super) fn default_pd() -> Result<*mut ibv_pd, i32> {
     with_device(|d| {
         if d.pd.is_null() {
             // SAFETY: the shared device is open.
-            d.pd = unsafe { x_ibv_alloc_pd(d.verbs) };
+            d.pd = unsafe { any::alloc_pd(d.verbs) };
         }
         if d.pd.is_null() { Err(last_error()) } else { Ok(d.pd) }
     })?
@@ -49,7 +46,7 @@ fn default_xrcd() -> Result<*mut ibv_xrcd, i32> {
         if d.xrcd.is_null() {
             let mut attr = ibv_xrcd_init_attr { comp_mask: FD_AND_FLAGS, fd: -1, oflags: libc::O_CREAT };
             // SAFETY: the shared device is open.
-            d.xrcd = unsafe { open_xrcd(d.verbs, &mut attr) };
+            d.xrcd = unsafe { any::open_xrcd(d.verbs, &mut attr) };
         }
         if d.xrcd.is_null() { Err(last_error()) } else { Ok(d.xrcd) }
     })?
@@ -71,9 +68,8 @@ impl IdObj {
 
     /// The attributes with which the QP goes to `state`, and their mask.
     pub(super) fn qp_attr(&self, state: u32) -> Result<(u32, abi::QpAttr), i32> {
-        let (_, ctx) = shared_context()?;
-        let r: abi::CmQpAttrResp =
-            ctx.driver.command(Command::CmQpAttr, &abi::CmQpAttrReq { id: self.handle, state })?;
+        let (_, session) = shared_context()?;
+        let r: abi::CmQpAttrResp = session.command(Command::CmQpAttr, &abi::CmQpAttrReq { id: self.handle, state })?;
         Ok((r.attr_mask, r.attr))
     }
 
@@ -82,10 +78,13 @@ impl IdObj {
         let mut attr = attr_out(&a);
         change(&mut attr);
         // SAFETY: the identifier's own QP.
-        match unsafe { x_ibv_modify_qp(self.c.qp, &mut attr, mask as i32) } {
-            0 => Ok(()),
-            e => Err(e),
-        }
+        let r = unsafe {
+            match hosted_behind((*self.c.qp).context)? {
+                Some(h) => hosted::modify_qp(&h, self.c.qp, &attr, mask as i32, true),
+                None => x_ibv_modify_qp(self.c.qp, &mut attr, mask as i32),
+            }
+        };
+        if r == 0 { Ok(()) } else { Err(r) }
     }
 
     /// Connects the QP. `limits`: READs and atomics that it may answer, and that it may have outstanding, instead of
@@ -117,15 +116,15 @@ impl IdObj {
     fn make_cq(&mut self, wr: u32) -> Result<(*mut ibv_comp_channel, *mut ibv_cq), i32> {
         // SAFETY: the identifier's device is open.
         unsafe {
-            let channel = x_ibv_create_comp_channel(self.c.verbs);
+            let channel = any::create_comp_channel(self.c.verbs);
             if channel.is_null() {
                 return Err(last_error());
             }
             let context: *mut c_void = std::ptr::from_mut(self).cast();
-            let cq = x_ibv_create_cq(self.c.verbs, wr.clamp(1, i32::MAX as u32) as i32, context, channel, 0);
+            let cq = any::create_cq(self.c.verbs, wr.clamp(1, i32::MAX as u32) as i32, context, channel, 0);
             if cq.is_null() {
                 let e = last_error();
-                x_ibv_destroy_comp_channel(channel);
+                any::destroy_comp_channel(channel);
                 return Err(e);
             }
             Ok((channel, cq))
@@ -136,12 +135,12 @@ impl IdObj {
         // SAFETY: made by make_cq; one that an XRC SRQ still uses goes with it.
         unsafe {
             let c = &mut self.c;
-            if self.own_send_cq && x_ibv_destroy_cq(c.send_cq) == 0 {
-                x_ibv_destroy_comp_channel(c.send_cq_channel);
+            if self.own_send_cq && any::destroy_cq(c.send_cq) == 0 {
+                any::destroy_comp_channel(c.send_cq_channel);
                 (self.own_send_cq, c.send_cq, c.send_cq_channel) = (false, std::ptr::null_mut(), std::ptr::null_mut());
             }
-            if self.own_recv_cq && x_ibv_destroy_cq(c.recv_cq) == 0 {
-                x_ibv_destroy_comp_channel(c.recv_cq_channel);
+            if self.own_recv_cq && any::destroy_cq(c.recv_cq) == 0 {
+                any::destroy_comp_channel(c.recv_cq_channel);
                 (self.own_recv_cq, c.recv_cq, c.recv_cq_channel) = (false, std::ptr::null_mut(), std::ptr::null_mut());
             }
         }
@@ -205,6 +204,11 @@ pub(super) unsafe fn create(obj: &mut IdObj, pd: *mut ibv_pd, init: &mut ibv_qp_
     }
     let pd = obj.choose_pd(pd)?;
     if init.qp_type == QPT_XRC_RECV {
+        // SAFETY: an open context.
+        if !unsafe { hosted::is_ours(obj.c.verbs) } {
+            // The real librdmacm makes it by ibv_create_qp_ex.
+            return Err(libc::EOPNOTSUPP);
+        }
         // SAFETY: a domain of this library.
         let xrcd = unsafe { handle_of(default_xrcd()?) };
         // SAFETY: by the contract.
@@ -224,7 +228,7 @@ pub(super) unsafe fn create(obj: &mut IdObj, pd: *mut ibv_pd, init: &mut ibv_qp_
     }
     (init.send_cq, init.recv_cq) = (send, recv);
     // SAFETY: by the contract.
-    let qp = unsafe { x_ibv_create_qp(pd, init) };
+    let qp = unsafe { any::create_qp(pd, init) };
     obj.adopt(qp, pd)
 }
 
@@ -248,7 +252,7 @@ pub unsafe extern "C" fn x_rdma_create_qp_ex(id: *mut rdma_cm_id, init: *mut ibv
         }
         (a.send_cq, a.recv_cq) = (send, recv);
         // SAFETY: the caller's attributes, completed.
-        let qp = unsafe { create_qp_ex(obj.c.verbs, a) };
+        let qp = unsafe { any::create_qp_ex(obj.c.verbs, a) };
         obj.adopt(qp, pd)
     });
     done(made)
@@ -310,7 +314,7 @@ pub unsafe extern "C" fn x_rdma_create_srq_ex(id: *mut rdma_cm_id, attr: *mut ib
             }
         }
         // SAFETY: the caller's attributes, completed.
-        let srq = unsafe { create_srq_ex(obj.c.verbs, a) };
+        let srq = unsafe { any::create_srq_ex(obj.c.verbs, a) };
         if srq.is_null() {
             let e = last_error();
             obj.destroy_cqs();
@@ -327,7 +331,7 @@ pub unsafe extern "C" fn x_rdma_destroy_srq(id: *mut rdma_cm_id) {
     let obj = unsafe { object(id) };
     if !obj.c.srq.is_null() {
         // SAFETY: the identifier's own SRQ.
-        unsafe { x_ibv_destroy_srq(obj.c.srq) };
+        unsafe { any::destroy_srq(obj.c.srq) };
         obj.c.srq = std::ptr::null_mut();
         if obj.c.qp.is_null() {
             obj.destroy_cqs();
@@ -337,14 +341,19 @@ pub unsafe extern "C" fn x_rdma_destroy_srq(id: *mut rdma_cm_id) {
 
 pub unsafe extern "C" fn x_rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut i32) -> i32 {
     // SAFETY: the caller passes its identifier and attributes with a state.
-    let r = unsafe { object(id).qp_attr((*attr).qp_state) };
-    done(r.map(|(bits, a)| {
-        // SAFETY: room for both.
-        unsafe {
-            *attr = attr_out(&a);
-            *mask = bits as i32;
+    let (obj, state) = unsafe { (object(id), (*attr).qp_state) };
+    let r = obj.qp_attr(state).and_then(|(bits, a)| {
+        let mut a = attr_out(&a);
+        // SAFETY: the identifier's device is open.
+        let hosted = if obj.c.verbs.is_null() { None } else { unsafe { hosted_behind(obj.c.verbs) }? };
+        if let Some(h) = hosted {
+            hosted::fit_mtu(&h, &mut a, bits)?;
         }
-    }))
+        // SAFETY: room for both.
+        unsafe { (*attr, *mask) = (a, bits as i32) };
+        Ok(())
+    });
+    done(r)
 }
 
 /// Most READs and atomics that the device can have outstanding.

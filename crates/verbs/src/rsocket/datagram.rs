@@ -21,10 +21,10 @@ use unirdma_verbs_abi::*;
 use super::connection::{ACCESS_LOCAL_WRITE, ADDR_RESOLVED, ESTABLISHED, ROUTE_RESOLVED, Ready, check, errno};
 use super::wait::{Completions, Progress, identifier, look, wait};
 use super::{Endpoint, Received, set_option};
-use crate::ah::{x_ibv_create_ah, x_ibv_destroy_ah, x_ibv_init_ah_from_wc};
+use crate::ah::{x_ibv_create_ah, x_ibv_init_ah_from_wc};
+use crate::any::{self, post_recv, post_send};
 use crate::lock;
-use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
-use crate::qp::{post_recv, post_send, x_ibv_modify_qp};
+use crate::qp::x_ibv_modify_qp;
 use crate::rdmacm::*;
 
 /// Number of posted receives, and most sends under way.
@@ -165,7 +165,7 @@ impl Inner {
             };
             let areas = [(m.recv.as_mut_ptr(), m.recv.len()), (m.send.as_mut_ptr(), m.send.len())];
             for (mr, (at, len)) in m.mrs.iter_mut().zip(areas) {
-                *mr = x_ibv_reg_mr((*self.id).pd, at.cast::<c_void>(), len, ACCESS_LOCAL_WRITE);
+                *mr = any::reg_mr((*self.id).pd, at.cast::<c_void>(), len, ACCESS_LOCAL_WRITE);
             }
             let made = m.mrs.iter().all(|mr| !mr.is_null());
             let e = errno();
@@ -411,8 +411,10 @@ impl Inner {
             return (address::gid(a), a.port);
         }
         // SAFETY: the identifier has a device.
-        let ctx = unsafe { crate::device::context((*self.id).verbs) };
-        let mut gids = (0..256).map_while(|i| crate::device::gid(ctx, 1, i).ok()).map(Gid);
+        let Ok(session) = (unsafe { crate::device::session((*self.id).verbs) }) else {
+            return (address::gid(a), a.port);
+        };
+        let mut gids = (0..256).map_while(|i| crate::device::gid(&session, 1, i).ok()).map(Gid);
         let own = gids.find(|g| !g.is_zero() && g.ip().is_ipv4() == ip.is_ipv4());
         (own.map_or(address::gid(a), |g| g.0), a.port)
     }
@@ -474,11 +476,11 @@ impl Drop for Inner {
             }
             x_rdma_destroy_qp(self.id);
             for (_, ah) in self.handles.drain() {
-                x_ibv_destroy_ah(ah);
+                any::destroy_ah(ah);
             }
             if let Some(m) = self.memory.take() {
                 for mr in m.mrs.into_iter().filter(|mr| !mr.is_null()) {
-                    x_ibv_dereg_mr(mr);
+                    any::dereg_mr(mr);
                 }
             }
             if let Some(queue) = self.queue.take() {

@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use unirdma_verbs_abi::{ibv_comp_channel, ibv_cq, ibv_wc, rdma_cm_id, rdma_event_channel};
 
 use super::connection::{Ready, check, errno};
-use crate::cq::{poll_cq, req_notify_cq, x_ibv_create_cq, x_ibv_destroy_cq};
-use crate::event::{x_ibv_ack_cq_events, x_ibv_create_comp_channel, x_ibv_destroy_comp_channel, x_ibv_get_cq_event};
+use crate::any;
 use crate::lock;
 use crate::rdmacm::{x_rdma_create_event_channel, x_rdma_create_id, x_rdma_destroy_event_channel};
 
@@ -112,15 +111,15 @@ impl Completions {
     pub unsafe fn create(id: *mut rdma_cm_id, entries: i32) -> Result<Completions, i32> {
         // SAFETY: by the contract; what is made here does not block.
         unsafe {
-            let channel = x_ibv_create_comp_channel((*id).verbs);
+            let channel = any::create_comp_channel((*id).verbs);
             if channel.is_null() {
                 return Err(errno());
             }
             libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
-            let cq = x_ibv_create_cq((*id).verbs, entries, std::ptr::null_mut(), channel, 0);
+            let cq = any::create_cq((*id).verbs, entries, std::ptr::null_mut(), channel, 0);
             if cq.is_null() {
                 let e = errno();
-                x_ibv_destroy_comp_channel(channel);
+                any::destroy_comp_channel(channel);
                 return Err(e);
             }
             Ok(Completions { channel, cq })
@@ -142,7 +141,7 @@ impl Completions {
         let mut any = false;
         loop {
             // SAFETY: a live CQ, and room for `wcs.len()` completions.
-            let n = unsafe { poll_cq(self.cq, wcs.len() as i32, wcs.as_mut_ptr()) };
+            let n = unsafe { any::poll_cq(self.cq, wcs.len() as i32, wcs.as_mut_ptr()) };
             match usize::try_from(n).map_err(|_| libc::EIO)? {
                 0 => return Ok(any),
                 n => wcs[..n].iter_mut().for_each(&mut f),
@@ -153,7 +152,7 @@ impl Completions {
 
     pub fn arm(&self) {
         // SAFETY: a live CQ.
-        unsafe { req_notify_cq(self.cq, 0) };
+        unsafe { any::req_notify_cq(self.cq, 0) };
     }
 
     /// Takes the events that have come, and arms the CQ for the next.
@@ -161,8 +160,8 @@ impl Completions {
         // SAFETY: a live CQ and its channel.
         unsafe {
             let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
-            while x_ibv_get_cq_event(self.channel, &mut cq, &mut context) == 0 {
-                x_ibv_ack_cq_events(cq, 1);
+            while any::get_cq_event(self.channel, &mut cq, &mut context) == 0 {
+                any::ack_cq_events(cq, 1);
             }
         }
         self.arm();
@@ -173,8 +172,8 @@ impl Completions {
     pub unsafe fn destroy(self) {
         // SAFETY: by the contract.
         unsafe {
-            x_ibv_destroy_cq(self.cq);
-            x_ibv_destroy_comp_channel(self.channel);
+            any::destroy_cq(self.cq);
+            any::destroy_comp_channel(self.channel);
         }
     }
 }

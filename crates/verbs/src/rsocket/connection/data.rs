@@ -6,7 +6,7 @@ use super::super::board::PARTS;
 use super::super::protocol::*;
 use super::super::wait::Progress;
 use super::{BUFFER, CONTROLS, Connection, HALF, INLINE, State};
-use crate::qp::{post_recv, post_send};
+use crate::any::{post_recv, post_send};
 
 /// Most bytes of one message.
 const MOST: usize = 64 << 10;

@@ -6,7 +6,7 @@ use unirdma_verbs_abi::ibv_mr;
 
 use super::super::protocol::*;
 use super::{ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, Connection, errno};
-use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
+use crate::any;
 
 /// Memory of this program that is registered with a stream.
 pub(super) struct Mapped {
@@ -20,7 +20,7 @@ pub(super) struct Mapped {
 impl Mapped {
     pub fn release(self) {
         // SAFETY: an MR of this stream's own.
-        unsafe { x_ibv_dereg_mr(self.mr) };
+        unsafe { any::dereg_mr(self.mr) };
     }
 }
 
@@ -42,7 +42,7 @@ impl Connection {
         let index = if peer_writes { Some((0..self.peer_table).find(free).ok_or(libc::ENOMEM)?) } else { None };
         let access = ACCESS_LOCAL_WRITE | if peer_writes { ACCESS_REMOTE_WRITE } else { 0 };
         // SAFETY: the identifier's PD, and memory that the caller owns.
-        let mr = unsafe { x_ibv_reg_mr((*self.id).pd, buf, len, access) };
+        let mr = unsafe { any::reg_mr((*self.id).pd, buf, len, access) };
         if mr.is_null() {
             return Err(errno());
         }

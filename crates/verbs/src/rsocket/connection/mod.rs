@@ -13,7 +13,7 @@ use unirdma_verbs_abi::*;
 use super::board::{Board, PARTS};
 use super::protocol::*;
 use super::wait::{Completions, identifier};
-use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
+use crate::any;
 use crate::rdmacm::*;
 pub(in crate::rsocket) use data::Ready;
 use direct::Mapped;
@@ -185,11 +185,11 @@ impl Connection {
             .into_iter()
             .enumerate()
             {
-                m.mrs[i] = x_ibv_reg_mr(pd, at, len, access);
+                m.mrs[i] = any::reg_mr(pd, at, len, access);
                 if m.mrs[i].is_null() {
                     let e = errno();
                     for &mr in m.mrs.iter().filter(|m| !m.is_null()) {
-                        x_ibv_dereg_mr(mr);
+                        any::dereg_mr(mr);
                     }
                     return Err(e);
                 }
@@ -348,7 +348,7 @@ impl Drop for Connection {
             self.mapped.drain(..).for_each(Mapped::release);
             if let Some(m) = self.memory.take() {
                 for mr in m.mrs {
-                    x_ibv_dereg_mr(mr);
+                    any::dereg_mr(mr);
                 }
             }
             if let Some(queue) = self.queue.take() {
