@@ -29,6 +29,8 @@ pub struct Image<'a> {
     root: PathBuf,
     /// Files of the modules that are loaded at boot, in order.
     modules: Vec<String>,
+    /// See [`Image::takes_containers`].
+    takes_containers: bool,
 }
 
 impl<'a> Image<'a> {
@@ -40,7 +42,7 @@ impl<'a> Image<'a> {
         for d in ["bin", "dev", "proc", "sys", "run", "tmp", "modules", "etc/libibverbs.d"] {
             fs::create_dir_all(root.join(d)).map_err(failed(d))?;
         }
-        let mut image = Image { kernel, root, modules: Vec::new() };
+        let mut image = Image { kernel, root, modules: Vec::new(), takes_containers: false };
         // Busybox's shell prefers its built-in programs, so it is not the shell.
         image.file(Path::new("/bin/busybox"), "bin/busybox")?;
         for applet in run(&image.root, &["/bin/busybox", "--list"])?.lines().filter(|a| !["busybox", "sh"].contains(a))
@@ -168,6 +170,23 @@ impl<'a> Image<'a> {
         self.file(&self.theirs(&library), &library)
     }
 
+    /// Copies our libraries to the directory in which `unirdma run` finds them.
+    ///
+    /// # Errors
+    /// If they were not built.
+    pub fn our_libraries(&self) -> Result<()> {
+        const DIR: &str = "usr/lib/unirdma";
+        let built = crate::unirdma().with_file_name("libibverbs.so");
+        self.file(&built, &format!("{DIR}/libibverbs.so.1"))?;
+        let link = self.root.join(DIR).join("librdmacm.so.1");
+        std::os::unix::fs::symlink("libibverbs.so.1", link).map_err(failed("librdmacm.so.1"))
+    }
+
+    /// Lets `unirdma run` work in it. A container cannot leave the initial RAM file system, but can leave a mount of it.
+    pub fn takes_containers(&mut self) {
+        self.takes_containers = true;
+    }
+
     /// Directory of its files.
     pub fn root(&self) -> &Path {
         &self.root
@@ -250,8 +269,14 @@ impl<'a> Image<'a> {
         let load: String = self.modules.iter().map(|m| format!("insmod /modules/{m}\n")).collect();
         let last = machine::port_in_guest(PORTS);
         let serve: String = (1..=PORTS).map(|n| format!("/serve {} &\n", machine::port_in_guest(n))).collect();
+        let begin = if self.takes_containers {
+            "[ \"$AGAIN\" ] || { export AGAIN=1; mkdir /again; mount --bind / /again; cd /again; mount --move . /\n\
+             exec chroot . /init; }\n"
+        } else {
+            ""
+        };
         let init = format!(
-            "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
+            "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\n{begin}mount -t proc proc /proc\nmount -t sysfs sys /sys\n\
              mount -t devtmpfs dev /dev\nmkdir -p /dev/shm\nmount -t tmpfs shm /dev/shm\nulimit -l unlimited\n{load}\
              ip link set lo up\n{then}until [ -e {last} ]; do sleep 0.05; done\n{serve}setsid cttyhack /bin/sh\npoweroff -f\n"
         );

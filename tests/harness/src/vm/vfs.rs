@@ -15,7 +15,7 @@ use crate::{Output, Result, failed, within};
 /// card itself is the network device `pf`.
 pub const VFS: u32 = 4;
 
-const MODULES: &[&str] = &["ib_uverbs", "rdma_ucm", "igb", "igbvf"];
+const MODULES: &[&str] = &["ib_uverbs", "rdma_ucm", "igb", "igbvf", "tun", "overlay"];
 /// Programs of Debian 13.
 const PROGRAMS: &[&str] = &[
     "ibv_devices",
@@ -113,6 +113,9 @@ impl Vfs {
         if has_ours {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
+            image.our_libraries()?;
+            image.compile("count-calls")?;
+            image.takes_containers();
         }
         let initrd = dir.join("initrd.cpio");
         image.pack(set_up, &initrd)?;

@@ -1,0 +1,194 @@
+//! vRNICs of the way `vf`: unmodified programs in containers whose data path is a VF's, in a virtual machine whose
+//! network card has four VFs with the kernel's soft RNIC.
+
+use harness::vm::{Task, Vfs};
+use serde_json::Value;
+
+use crate::support::*;
+
+/// Longest time until a VF is set up, or a server listens. The machine is emulated.
+const SOON: Duration = Duration::from_secs(60);
+const DIR: &str = "/tmp/way";
+
+/// `unirdma host` with a pool, and the vRNICs a, b of the way `vf` and s of the way `soft`, all of group blue.
+struct Layer<'a> {
+    vfs: &'a Vfs,
+    host: Option<Task>,
+}
+
+impl<'a> Layer<'a> {
+    fn start(vfs: &'a Vfs) -> Result<Layer<'a>> {
+        vfs.must(&format!("rm -rf {DIR}"))?;
+        let pool = "--vf-pf pf,vfs=4,fabric=blue,10.50.0.10/24,rxe --vf-linger 1s";
+        let host = Some(vfs.spawn(&format!("UNIRDMA_LOG=info exec unirdma --dir {DIR} host {pool}"))?);
+        let layer = Layer { vfs, host };
+        let serves = || Ok(layer.has_ended() || layer.unirdma("status")?.ok());
+        harness::within(SOON, serves, "the virtual layer does not serve")?;
+        layer.must("group add blue")?;
+        let ready = || Ok((0..4).all(|vf| layer.vf(vf, "kind").is_ok_and(|k| k == "ready")));
+        harness::within(SOON, ready, "the VFs are not ready").map_err(|e| layer.explain(&e))?;
+        layer.must("vrnic add a --way vf --group blue --ip 10.0.0.1")?;
+        layer.must("vrnic add b --way vf --group blue --ip 10.0.0.2")?;
+        layer.must("vrnic add s --group blue --ip 10.0.0.3")?;
+        Ok(layer)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.host.as_ref().is_none_or(Task::has_ended)
+    }
+
+    fn unirdma(&self, arguments: &str) -> Result<Output> {
+        self.vfs.run(&format!("unirdma --dir {DIR} {arguments}"))
+    }
+
+    fn must(&self, arguments: &str) -> Result<String> {
+        let o = self.unirdma(arguments)?;
+        if o.ok() { Ok(o.text) } else { Err(self.explain(&format!("unirdma {arguments}: {}", o.text))) }
+    }
+
+    fn json(&self, arguments: &str) -> Result<Value> {
+        let text = self.must(&format!("{arguments} --json"))?;
+        serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"))
+    }
+
+    /// A text of a VF.
+    fn vf(&self, vf: usize, key: &str) -> Result<String> {
+        Ok(self.json("vf ls")?["vfs"][vf][key].as_str().unwrap_or_default().to_owned())
+    }
+
+    fn explain(&self, error: &str) -> String {
+        let table = self.unirdma("vf ls").map(|o| o.text).unwrap_or_default();
+        format!("{error}\n{table}\n{}", self.host.as_ref().map(Task::text).unwrap_or_default())
+    }
+
+    /// The command that runs a program in a vRNIC's container.
+    fn container(vrnic: &str, program: &str) -> String {
+        format!("timeout 100 unirdma --dir {DIR} run --vrnic {vrnic} -- {program}")
+    }
+
+    fn run(&self, vrnic: &str, program: &str) -> Result<Output> {
+        self.vfs.run(&Layer::container(vrnic, program))
+    }
+
+    /// Runs a server, and its client as soon as the server listens.
+    fn pair(&self, server: (&str, &str), client: (&str, &str)) -> Result<(Output, Output)> {
+        let serving = self.vfs.spawn(&Layer::container(server.0, server.1))?;
+        let mut last = None;
+        let connects = || {
+            let o = self.run(client.0, client.1)?;
+            let early = ["Couldn't connect", "Unable to", "refused", "REJECTED", "UNREACHABLE", "error 8", "error 7"];
+            let done = o.ok() || serving.has_ended() || !early.iter().any(|e| o.text.contains(e));
+            last = Some(o);
+            Ok(done)
+        };
+        let connected = harness::within(SOON, connects, "the client does not connect");
+        let text = last.as_ref().map(|o| o.text.clone()).unwrap_or_default();
+        connected.map_err(|e| self.explain(&format!("{e}: {text}\n{}", serving.text())))?;
+        Ok((serving.finish(), last.ok_or("no client")?))
+    }
+
+    /// Runs the same program on both sides, which must end well.
+    fn works(&self, program: &str) -> Check {
+        let both = self.pair(("a", program), ("b", &format!("{program} 10.0.0.1")))?;
+        both_end_well(both).map_err(|e| self.explain(&format!("{program}: {e}")))
+    }
+}
+
+impl Drop for Layer<'_> {
+    fn drop(&mut self) {
+        if let Some(host) = self.host.take() {
+            let _ = self.vfs.run("killall -9 unirdma");
+            host.finish();
+        }
+    }
+}
+
+/// The number that `count-calls` has printed.
+fn calls(o: &Output) -> Result<u64> {
+    let number = o.text.rsplit("system calls: ").next().and_then(|n| n.trim().parse().ok());
+    number.filter(|_| o.ok()).ok_or_else(|| o.text.clone())
+}
+
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
+    t.need_root("programs for virtual machines are unpacked as root");
+    let vfs = &Shared::new(Vfs::start_without_vfs);
+    t.on_mut(vfs, "way vf: pingpongs", |vfs| {
+        let layer = Layer::start(vfs)?;
+        for kind in ["rc", "uc", "ud", "srq"] {
+            layer.works(&format!("ibv_{kind}_pingpong -n 20 -g 0"))?;
+        }
+        layer.works("ibv_rc_pingpong -n 20 -g 0 -e")
+    });
+    t.on_mut(vfs, "way vf: bandwidth of write, read, send and atomics", |vfs| {
+        let layer = Layer::start(vfs)?;
+        for program in ["ib_write_bw -F -s 4096", "ib_read_bw -F -s 4096", "ib_send_bw -F -s 4096", "ib_atomic_bw -F"] {
+            layer.works(&format!("{program} -n 20"))?;
+        }
+        layer.works("ib_send_bw -F -c UD -s 1024 -n 20")
+    });
+    t.on_mut(vfs, "way vf: connections by address", |vfs| {
+        let layer = Layer::start(vfs)?;
+        layer.works("ib_write_bw -F -R -s 4096 -n 20")?;
+        layer.works("ib_send_bw -F -R -s 4096 -n 20 -e")?;
+        let both = layer.pair(("a", "rping -s -a 10.0.0.1 -C 5 -v"), ("b", "rping -c -a 10.0.0.1 -C 5 -v"))?;
+        require(both.0.ok() && both.1.ok() && both.1.text.contains("rdma-ping-4"), both.0.text + &both.1.text)
+    });
+    t.on_mut(vfs, "way vf: a program sees the vRNIC's names, and no other device", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let seen = layer.run("a", "ibv_devinfo -v")?;
+        let guid = layer.json("vrnic show a")?["guid"].as_str().unwrap_or_default().to_owned();
+        let parts = ["unirdma0", "GID[  0]:\t\t::ffff:10.0.0.1", &guid, "active_mtu:\t\t1024", "ATOMIC_HCA"];
+        let missing: Vec<&str> = parts.into_iter().filter(|p| !seen.text.contains(p)).collect();
+        require(seen.ok() && missing.is_empty() && !guid.is_empty(), format!("lacks {missing:?}: {}", seen.text))?;
+        require(!seen.text.contains("10.50.0.") && seen.text.matches("hca_id").count() == 1, &seen.text)?;
+        let files = layer.run("a", "sh -c 'ls /dev /sys/class'")?;
+        require(!files.text.contains("uverbs"), files.text)
+    });
+    t.on_mut(vfs, "way vf: a destination without a VF, or of no vRNIC, is refused at RTR", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let program = "ibv_rc_pingpong -n 20 -g 0";
+        let (server, client) = layer.pair(("s", program), ("b", &format!("{program} 10.0.0.3")))?;
+        let refused = "Failed to modify QP to RTR";
+        require(!client.ok() && (client.text.contains(refused) || server.text.contains(refused)), client.text)
+    });
+    t.on_mut(vfs, "way vf: a VF goes back to the pool when its program ends", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let leased = || Ok::<_, String>((0..4).filter(|&vf| layer.vf(vf, "kind").is_ok_and(|k| k == "leased")).count());
+        let server = vfs.spawn(&Layer::container("a", "ibv_rc_pingpong -g 0"))?;
+        harness::within(SOON, || Ok(leased()? == 1), "no VF is leased").map_err(|e| layer.explain(&e))?;
+        vfs.must("killall ibv_rc_pingpong")?;
+        server.finish();
+        harness::within(SOON, || Ok(leased()? == 0), "the VF does not come back")
+            .map(drop)
+            .map_err(|e| layer.explain(&e))
+    });
+    t.on_mut(vfs, "way vf: posting and polling make as many system calls as on the VF alone", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let program = |n: u32| format!("ib_write_bw -F -s 64 -n {n}");
+        let hosted = |n| -> Result<u64> {
+            let client = format!("count-calls {} 10.0.0.1", program(n));
+            calls(&layer.pair(("a", &program(n)), ("b", &client))?.1)
+        };
+        let alone = |n| -> Result<u64> {
+            let on = |vf| -> Result<String> {
+                let verbs = layer.vf(vf, "verbs")?;
+                let gids =
+                    format!("cd /sys/class/infiniband/{verbs}/ports/1/gids && grep -l ffff:0a32:00{:02x} *", 10 + vf);
+                Ok(format!("{} -d {verbs} -x {}", program(n), vfs.must(&gids)?.trim()))
+            };
+            let server = vfs.spawn(&on(2)?)?;
+            let listens = || Ok(server.has_ended() || vfs.run("netstat -ltn")?.text.contains(":18515"));
+            harness::within(SOON, listens, "the server does not listen")?;
+            let client = vfs.run(&format!("count-calls {} 127.0.0.1", on(3)?))?;
+            server.finish();
+            calls(&client)
+        };
+        let (few, many, slack) = (20, 1020, 50);
+        let (hosted, alone) = (hosted(many)?.saturating_sub(hosted(few)?), alone(many)?.saturating_sub(alone(few)?));
+        require(
+            hosted <= alone + slack,
+            format!("1000 more requests take {hosted} more calls, and {alone} on the VF alone"),
+        )
+    });
+}
