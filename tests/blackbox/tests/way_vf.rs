@@ -19,7 +19,7 @@ struct Layer<'a> {
 impl<'a> Layer<'a> {
     fn start(vfs: &'a Vfs) -> Result<Layer<'a>> {
         vfs.must(&format!("rm -rf {DIR}"))?;
-        let pool = "--vf-pf pf,vfs=4,fabric=blue,10.50.0.10/24,rxe --vf-linger 1s";
+        let pool = "--vf-pf pf,vfs=4,fabric=blue,10.50.0.10/24,rxe --vf-linger 1s --vf-dry soft";
         let host = Some(vfs.spawn(&format!("UNIRDMA_LOG=info exec unirdma --dir {DIR} host {pool}"))?);
         let layer = Layer { vfs, host };
         let serves = || Ok(layer.has_ended() || layer.unirdma("status")?.ok());
@@ -103,6 +103,12 @@ impl Drop for Layer<'_> {
     }
 }
 
+/// Checks that a program ended with an error, and that one line of this library says why.
+fn says(o: &Output, text: &str) -> Check {
+    let lines: Vec<&str> = o.text.lines().filter(|l| l.starts_with("unirdma: ")).collect();
+    require(!o.ok() && lines.len() == 1 && lines[0].contains(text), format!("expected `{text}`: {}", o.text))
+}
+
 /// The number that `count-calls` has printed.
 fn calls(o: &Output) -> Result<u64> {
     let number = o.text.rsplit("system calls: ").next().and_then(|n| n.trim().parse().ok());
@@ -151,6 +157,20 @@ pub(crate) fn tests(t: &mut Tests) {
         let (server, client) = layer.pair(("s", program), ("b", &format!("{program} 10.0.0.3")))?;
         let refused = "Failed to modify QP to RTR";
         require(!client.ok() && (client.text.contains(refused) || server.text.contains(refused)), client.text)
+    });
+    t.on_mut(vfs, "way vf: a program that cannot have a VF gets one line that says why", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let o = layer.run("a", "env UNIRDMA_REAL_VERBS=/none/libibverbs.so.1 ibv_devinfo")?;
+        says(&o, "UNIRDMA_REAL_VERBS names /none/libibverbs.so.1: No such file")?;
+        let o = layer.run("a", "env UNIRDMA_REAL_VERBS=/run/unirdma-lib/libibverbs.so.1 ibv_devinfo")?;
+        says(&o, "names uniRDMA's own library")
+    });
+    t.on_mut(vfs, "way vf: programs go by the software RNIC while no VF is free, if the pool says so", |vfs| {
+        let layer = Layer::start(vfs)?;
+        layer.must("vf drain pf")?;
+        layer.works("ibv_rc_pingpong -n 20 -g 0")?;
+        let device = layer.run("a", "ibv_devinfo -v")?;
+        require(device.ok() && !device.text.contains("active_mtu:\t\t1024"), device.text)
     });
     t.on_mut(vfs, "way vf: a VF goes back to the pool when its program ends", |vfs| {
         let layer = Layer::start(vfs)?;

@@ -182,7 +182,8 @@ impl<'a> Image<'a> {
         std::os::unix::fs::symlink("libibverbs.so.1", link).map_err(failed("librdmacm.so.1"))
     }
 
-    /// Lets `unirdma run` work in it. A container cannot leave the initial RAM file system, but can leave a mount of it.
+    /// Lets `unirdma run` work in it. A container cannot leave the initial RAM file system, but it can leave a mount of
+    /// it.
     pub fn takes_containers(&mut self) {
         self.takes_containers = true;
     }
