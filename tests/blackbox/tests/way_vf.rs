@@ -27,6 +27,9 @@ impl<'a> Layer<'a> {
         layer.must("group add blue")?;
         let ready = || Ok((0..4).all(|vf| layer.vf(vf, "kind").is_ok_and(|k| k == "ready")));
         harness::within(SOON, ready, "the VFs are not ready").map_err(|e| layer.explain(&e))?;
+        // Their links come up a moment later.
+        let active = || Ok(vfs.run("cat /sys/class/infiniband/*/ports/1/state")?.text.matches("ACTIVE").count() == 4);
+        harness::within(SOON, active, "the VFs have no link").map_err(|e| layer.explain(&e))?;
         layer.must("vrnic add a --way vf --group blue --ip 10.0.0.1")?;
         layer.must("vrnic add b --way vf --group blue --ip 10.0.0.2")?;
         layer.must("vrnic add s --group blue --ip 10.0.0.3")?;
@@ -138,7 +141,10 @@ pub(crate) fn tests(t: &mut Tests) {
         layer.works("ib_write_bw -F -R -s 4096 -n 20")?;
         layer.works("ib_send_bw -F -R -s 4096 -n 20 -e")?;
         let both = layer.pair(("a", "rping -s -a 10.0.0.1 -C 5 -v"), ("b", "rping -c -a 10.0.0.1 -C 5 -v"))?;
-        require(both.0.ok() && both.1.ok() && both.1.text.contains("rdma-ping-4"), both.0.text + &both.1.text)
+        require(both.0.ok() && both.1.ok() && both.1.text.contains("rdma-ping-4"), both.0.text + &both.1.text)?;
+        both_end_well(layer.pair(("a", "udaddy -b 10.0.0.1"), ("b", "udaddy -s 10.0.0.1 -b 10.0.0.2"))?)?;
+        let stream = "rstream -S 4096 -I 20";
+        both_end_well(layer.pair(("a", stream), ("b", &format!("{stream} -s 10.0.0.1")))?)
     });
     t.on_mut(vfs, "way vf: a program sees the vRNIC's names, and no other device", |vfs| {
         let layer = Layer::start(vfs)?;
@@ -150,6 +156,11 @@ pub(crate) fn tests(t: &mut Tests) {
         require(!seen.text.contains("10.50.0.") && seen.text.matches("hca_id").count() == 1, &seen.text)?;
         let files = layer.run("a", "sh -c 'ls /dev /sys/class'")?;
         require(!files.text.contains("uverbs"), files.text)
+    });
+    t.on_mut(vfs, "way vf: contexts at a time and one after the other, and the names of a QP's path", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let o = layer.run("a", "vf-contexts")?;
+        require(o.ok() && o.text.contains("done"), layer.explain(&o.text))
     });
     t.on_mut(vfs, "way vf: a destination without a VF, or of no vRNIC, is refused at RTR", |vfs| {
         let layer = Layer::start(vfs)?;

@@ -29,6 +29,8 @@ const PROGRAMS: &[&str] = &[
     "ib_send_bw",
     "ib_atomic_bw",
     "rping",
+    "udaddy",
+    "rstream",
     "rdma",
     "ip",
     "prlimit",
@@ -114,7 +116,7 @@ impl Vfs {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
             image.our_libraries()?;
-            image.compile("count-calls")?;
+            ["count-calls", "vf-contexts"].iter().try_for_each(|p| image.compile(p))?;
             image.takes_containers();
         }
         let initrd = dir.join("initrd.cpio");
