@@ -1,5 +1,6 @@
 //! The connection to the lease socket ([`unirdma_abi::lease`]). It stands for the context, and is open as long.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::io::Write as _;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -36,7 +37,7 @@ pub(super) fn text(bytes: &[u8]) -> String {
 /// Asks for a context, and waits until the virtual layer has decided.
 ///
 /// The wait is a cancellation point, as `EventSource::next` of the driver is: the caller may hold no lock. If the
-/// thread is cancelled, the connection stays until the process ends.
+/// thread is cancelled, its end closes the connection.
 ///
 /// # Errors
 /// The socket does not answer.
@@ -48,9 +49,31 @@ pub(super) fn ask(path: &Path) -> Result<Answer, Failure> {
     if sent < 0 {
         return Err(Failure::Ask(path.into(), errno()));
     }
+    let number = socket.as_raw_fd();
+    WAITING.set(Some(socket));
+    let answer = wait(path, number);
+    let socket = WAITING.take().ok_or(Failure::Descriptors(libc::EBADF))?;
+    match answer? {
+        (told, Some(fd)) if told.kind == HAS => Ok(Answer::Has(keep(socket)?, told, fd)),
+        (told, _) if told.kind == HAS => Err(Failure::Answer(path.into(), libc::EPROTO)),
+        (told, _) if told.kind == SOFT => {
+            trace!("the software RNIC is used: {}", text(&told.text));
+            Ok(Answer::Soft(keep(socket)?))
+        }
+        (told, _) => Ok(Answer::Refused(text(&told.text))),
+    }
+}
+
+thread_local! {
+    /// The connection of a thread that waits. Nothing on the stack of a cancelled thread is dropped.
+    static WAITING: Cell<Option<OwnedFd>> = const { Cell::new(None) };
+}
+
+/// Waits for a decision.
+fn wait(path: &Path, socket: RawFd) -> Result<(Box<Told>, Option<OwnedFd>), Failure> {
     let mut has_told = false;
     loop {
-        let (told, fd) = receive(&socket).map_err(|e| Failure::Answer(path.into(), e))?;
+        let (told, fd) = receive(socket).map_err(|e| Failure::Answer(path.into(), e))?;
         match told.kind {
             WAITS => {
                 trace!("no VF is free: waits at place {}", told.place);
@@ -59,15 +82,7 @@ pub(super) fn ask(path: &Path) -> Result<Answer, Failure> {
                     say(&format!("no VF is free: this program waits for one, at place {}", told.place));
                 }
             }
-            HAS => {
-                let fd = fd.ok_or_else(|| Failure::Answer(path.into(), libc::EPROTO))?;
-                return Ok(Answer::Has(keep(socket)?, told, fd));
-            }
-            SOFT => {
-                trace!("the software RNIC is used: {}", text(&told.text));
-                return Ok(Answer::Soft(keep(socket)?));
-            }
-            REFUSED => return Ok(Answer::Refused(text(&told.text))),
+            HAS | SOFT | REFUSED => return Ok((told, fd)),
             // News of later versions.
             _ => {}
         }
@@ -117,7 +132,7 @@ fn connect(path: &Path) -> Result<OwnedFd, i32> {
 
 /// The next message, with the descriptor that came along. This is the C library's function, not the system call, so
 /// that it can be cancelled. A signal does not end the wait.
-fn receive(socket: &OwnedFd) -> Result<(Box<Told>, Option<OwnedFd>), i32> {
+fn receive(socket: RawFd) -> Result<(Box<Told>, Option<OwnedFd>), i32> {
     /// Room for one descriptor, aligned as control messages are.
     #[repr(C, align(8))]
     struct Room([u8; 24]);
@@ -130,7 +145,7 @@ fn receive(socket: &OwnedFd) -> Result<(Box<Told>, Option<OwnedFd>), i32> {
         (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
         (message.msg_control, message.msg_controllen) = ((&raw mut room).cast(), size_of::<Room>() as _);
         // SAFETY: all buffers are this function's, with their sizes.
-        let n = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+        let n = unsafe { libc::recvmsg(socket, &raw mut message, libc::MSG_CMSG_CLOEXEC) };
         if n < 0 && errno() == libc::EINTR {
             continue;
         }
