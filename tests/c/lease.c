@@ -86,9 +86,10 @@ int main(int argc, char **argv)
 		return 2;
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	memcpy(bytes, &ask, sizeof(ask));
-	CHECK(!setgroups(0, NULL) && !setresgid(NOBODY, NOBODY, NOBODY) && !setresuid(NOBODY, NOBODY, NOBODY));
 	strncpy(to.sun_path, argv[1], sizeof(to.sun_path) - 1);
 	CHECK(s >= 0 && !connect(s, (struct sockaddr *)&to, sizeof(to)));
+	/* The directory above the vRNIC's is closed to others; a container sees the vRNIC's only. */
+	CHECK(!setgroups(0, NULL) && !setresgid(NOBODY, NOBODY, NOBODY) && !setresuid(NOBODY, NOBODY, NOBODY));
 	CHECK(!length || send(s, bytes, length, 0) == (ssize_t)length);
 	while (receive(s, &told, &fd))
 		switch (told.kind) {
