@@ -1,10 +1,6 @@
 //! The interface between QPs and the code that executes their work. Objects, names, quotas, groups, the scheduler and
-//! connection management are above it. The software RNIC ([`crate::software`]) is below it, and a hardware RNIC would
-//! be.
-//!
-//! A hardware RNIC has its own PD, CQ, SRQ, MR and QP for each of the objects here. It makes them in
-//! [`Executor::made`], moves its QPs in [`Executor::connect`], [`Executor::modified`] and [`Executor::reset`], and
-//! frees them in [`Executor::gone`]. So objects are mapped to each other once, on the control path (U05, U10).
+//! connection management are above it, and the software RNIC ([`crate::software`]) is below it. Programs that have a VF
+//! of a real RNIC have no objects here.
 
 use unirdma_abi::Status;
 use unirdma_formats::wire::Packet;
