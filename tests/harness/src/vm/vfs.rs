@@ -162,8 +162,8 @@ impl Vfs {
         if o.ok() { Ok(o.text) } else { Err(format!("{command}: {}\n{}", o.text, self.machine.console())) }
     }
 
-    /// The index of the GID that is the address of VF `vf`, at its verbs device. Waits until there is one, and until the
-    /// port is active. The driver may take seconds to find out that the link is up.
+    /// The index of the GID that is the address of VF `vf`, at its verbs device. Waits until there is one, and until
+    /// the port is active. The driver may take seconds to find out that the link is up.
     ///
     /// # Errors
     /// There is none, or the port does not become active.
