@@ -33,10 +33,7 @@ mod secret;
 mod suite;
 mod support;
 mod two_hosts;
-mod vf_leases;
-mod vf_pool;
 mod watching;
-mod way_vf;
 mod workers;
 mod wrong_input;
 
@@ -72,13 +69,7 @@ const ALONE: &[(&str, Add)] = &[
 ];
 
 /// Tests in virtual machines. [`BESIDE`] may run at the same time.
-const MACHINES: &[(&str, Add)] = &[
-    ("kernel", kernel::tests),
-    ("guest", guest::tests),
-    ("rnic", rnic::tests),
-    ("vf_pool", vf_pool::tests),
-    ("way_vf", way_vf::tests),
-];
+const MACHINES: &[(&str, Add)] = &[("kernel", kernel::tests), ("guest", guest::tests), ("rnic", rnic::tests)];
 
 /// Tests that may run while others do.
 const BESIDE: &[(&str, Add)] = &[

@@ -1,67 +1,31 @@
 //! vRNICs of the way `vf`: unmodified programs in containers whose data path is a VF's, in a virtual machine whose
 //! network card has four VFs with the kernel's soft RNIC.
 
-use harness::vm::{Task, Vfs};
+use harness::vm::Vfs;
 use serde_json::Value;
 
+use super::pool::{DIR, Pool, SOON};
 use crate::support::*;
 
-/// Longest time until a VF is set up, or a server listens. The machine is emulated.
-const SOON: Duration = Duration::from_secs(60);
-const DIR: &str = "/tmp/way";
-
-/// `unirdma host` with a pool, and the vRNICs a, b of the way `vf` and s of the way `soft`, all of group blue.
+/// A pool, and the vRNICs a, b of the way `vf` and s of the way `soft`, all of group blue.
 struct Layer<'a> {
     vfs: &'a Vfs,
-    host: Option<Task>,
+    pool: Pool<'a>,
 }
 
 impl<'a> Layer<'a> {
     fn start(vfs: &'a Vfs) -> Result<Layer<'a>> {
-        vfs.must(&format!("rm -rf {DIR}"))?;
-        let pool = "--vf-pf pf,vfs=4,fabric=blue,10.50.0.10/24,rxe --vf-linger 1s --vf-dry soft";
-        let host = Some(vfs.spawn(&format!("UNIRDMA_LOG=info exec unirdma --dir {DIR} host {pool}"))?);
-        let layer = Layer { vfs, host };
-        let serves = || Ok(layer.has_ended() || layer.unirdma("status")?.ok());
-        harness::within(SOON, serves, "the virtual layer does not serve")?;
-        layer.must("group add blue")?;
-        let ready = || Ok((0..4).all(|vf| layer.vf(vf, "kind").is_ok_and(|k| k == "ready")));
-        harness::within(SOON, ready, "the VFs are not ready").map_err(|e| layer.explain(&e))?;
+        let pf = "pf,vfs=4,fabric=blue,10.50.0.10/24,rxe --vf-linger 1s --vf-dry soft";
+        let pool = Pool::start(vfs, pf)?;
+        pool.must("group add blue")?;
+        pool.all_ready()?;
         // Their links come up a moment later.
         let active = || Ok(vfs.run("cat /sys/class/infiniband/*/ports/1/state")?.text.matches("ACTIVE").count() == 4);
-        harness::within(SOON, active, "the VFs have no link").map_err(|e| layer.explain(&e))?;
-        layer.must("vrnic add a --way vf --group blue --ip 10.0.0.1")?;
-        layer.must("vrnic add b --way vf --group blue --ip 10.0.0.2")?;
-        layer.must("vrnic add s --group blue --ip 10.0.0.3")?;
-        Ok(layer)
-    }
-
-    fn has_ended(&self) -> bool {
-        self.host.as_ref().is_none_or(Task::has_ended)
-    }
-
-    fn unirdma(&self, arguments: &str) -> Result<Output> {
-        self.vfs.run(&format!("unirdma --dir {DIR} {arguments}"))
-    }
-
-    fn must(&self, arguments: &str) -> Result<String> {
-        let o = self.unirdma(arguments)?;
-        if o.ok() { Ok(o.text) } else { Err(self.explain(&format!("unirdma {arguments}: {}", o.text))) }
-    }
-
-    fn json(&self, arguments: &str) -> Result<Value> {
-        let text = self.must(&format!("{arguments} --json"))?;
-        serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"))
-    }
-
-    /// A text of a VF.
-    fn vf(&self, vf: usize, key: &str) -> Result<String> {
-        Ok(self.json("vf ls")?["vfs"][vf][key].as_str().unwrap_or_default().to_owned())
-    }
-
-    fn explain(&self, error: &str) -> String {
-        let table = self.unirdma("vf ls").map(|o| o.text).unwrap_or_default();
-        format!("{error}\n{table}\n{}", self.host.as_ref().map(Task::text).unwrap_or_default())
+        harness::within(SOON, active, "the VFs have no link").map_err(|e| pool.explain(&e))?;
+        pool.must("vrnic add a --way vf --group blue --ip 10.0.0.1")?;
+        pool.must("vrnic add b --way vf --group blue --ip 10.0.0.2")?;
+        pool.must("vrnic add s --group blue --ip 10.0.0.3")?;
+        Ok(Layer { vfs, pool })
     }
 
     /// The command that runs a program in a vRNIC's container.
@@ -86,23 +50,14 @@ impl<'a> Layer<'a> {
         };
         let connected = harness::within(SOON, connects, "the client does not connect");
         let text = last.as_ref().map(|o| o.text.clone()).unwrap_or_default();
-        connected.map_err(|e| self.explain(&format!("{e}: {text}\n{}", serving.text())))?;
+        connected.map_err(|e| self.pool.explain(&format!("{e}: {text}\n{}", serving.text())))?;
         Ok((serving.finish(), last.ok_or("no client")?))
     }
 
     /// Runs the same program on both sides, which must end well.
     fn works(&self, program: &str) -> Check {
         let both = self.pair(("a", program), ("b", &format!("{program} 10.0.0.1")))?;
-        both_end_well(both).map_err(|e| self.explain(&format!("{program}: {e}")))
-    }
-}
-
-impl Drop for Layer<'_> {
-    fn drop(&mut self) {
-        if let Some(host) = self.host.take() {
-            let _ = self.vfs.run("killall -9 unirdma");
-            host.finish();
-        }
+        both_end_well(both).map_err(|e| self.pool.explain(&format!("{program}: {e}")))
     }
 }
 
@@ -118,10 +73,7 @@ fn calls(o: &Output) -> Result<u64> {
     number.filter(|_| o.ok()).ok_or_else(|| o.text.clone())
 }
 
-pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
-    t.need_root("programs for virtual machines are unpacked as root");
-    let vfs = &Shared::new(Vfs::start_without_vfs);
+pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     t.on_mut(vfs, "way vf: pingpongs", |vfs| {
         let layer = Layer::start(vfs)?;
         for kind in ["rc", "uc", "ud", "srq"] {
@@ -149,7 +101,11 @@ pub(crate) fn tests(t: &mut Tests) {
     t.on_mut(vfs, "way vf: a program sees the vRNIC's names, and no other device", |vfs| {
         let layer = Layer::start(vfs)?;
         let seen = layer.run("a", "ibv_devinfo -v")?;
-        let guid = layer.json("vrnic show a")?["guid"].as_str().unwrap_or_default().to_owned();
+        let guid = serde_json::from_str::<Value>(&layer.pool.must("vrnic show a --json")?)
+            .map_err(|e| e.to_string())?["guid"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
         let parts = ["unirdma0", "GID[  0]:\t\t::ffff:10.0.0.1", &guid, "active_mtu:\t\t1024", "ATOMIC_HCA"];
         let missing: Vec<&str> = parts.into_iter().filter(|p| !seen.text.contains(p)).collect();
         require(seen.ok() && missing.is_empty() && !guid.is_empty(), format!("lacks {missing:?}: {}", seen.text))?;
@@ -160,7 +116,7 @@ pub(crate) fn tests(t: &mut Tests) {
     t.on_mut(vfs, "way vf: contexts at a time and one after the other, and the names of a QP's path", |vfs| {
         let layer = Layer::start(vfs)?;
         let o = layer.run("a", "vf-contexts")?;
-        require(o.ok() && o.text.contains("done"), layer.explain(&o.text))
+        require(o.ok() && o.text.contains("done"), layer.pool.explain(&o.text))
     });
     t.on_mut(vfs, "way vf: a destination without a VF, or of no vRNIC, is refused at RTR", |vfs| {
         let layer = Layer::start(vfs)?;
@@ -178,21 +134,22 @@ pub(crate) fn tests(t: &mut Tests) {
     });
     t.on_mut(vfs, "way vf: programs go by the software RNIC while no VF is free, if the pool says so", |vfs| {
         let layer = Layer::start(vfs)?;
-        layer.must("vf drain pf")?;
+        layer.pool.must("vf drain pf")?;
         layer.works("ibv_rc_pingpong -n 20 -g 0")?;
         let device = layer.run("a", "ibv_devinfo -v")?;
         require(device.ok() && !device.text.contains("active_mtu:\t\t1024"), device.text)
     });
     t.on_mut(vfs, "way vf: a VF goes back to the pool when its program ends", |vfs| {
         let layer = Layer::start(vfs)?;
-        let leased = || Ok::<_, String>((0..4).filter(|&vf| layer.vf(vf, "kind").is_ok_and(|k| k == "leased")).count());
+        let leased =
+            || Ok::<_, String>((0..4).filter(|&vf| layer.pool.of(vf, "kind").is_ok_and(|k| k == "leased")).count());
         let server = vfs.spawn(&Layer::container("a", "ibv_rc_pingpong -g 0"))?;
-        harness::within(SOON, || Ok(leased()? == 1), "no VF is leased").map_err(|e| layer.explain(&e))?;
+        harness::within(SOON, || Ok(leased()? == 1), "no VF is leased").map_err(|e| layer.pool.explain(&e))?;
         vfs.must("killall ibv_rc_pingpong")?;
         server.finish();
         harness::within(SOON, || Ok(leased()? == 0), "the VF does not come back")
             .map(drop)
-            .map_err(|e| layer.explain(&e))
+            .map_err(|e| layer.pool.explain(&e))
     });
     t.on_mut(vfs, "way vf: posting and polling make as many system calls as on the VF alone", |vfs| {
         let layer = Layer::start(vfs)?;
@@ -203,7 +160,7 @@ pub(crate) fn tests(t: &mut Tests) {
         };
         let alone = |n| -> Result<u64> {
             let on = |vf| -> Result<String> {
-                let verbs = layer.vf(vf, "verbs")?;
+                let verbs = layer.pool.of(vf, "verbs")?;
                 let gids =
                     format!("cd /sys/class/infiniband/{verbs}/ports/1/gids && grep -l ffff:0a32:00{:02x} *", 10 + vf);
                 Ok(format!("{} -d {verbs} -x {}", program(n), vfs.must(&gids)?.trim()))

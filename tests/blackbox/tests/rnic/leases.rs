@@ -1,10 +1,10 @@
-//! Programs that ask for VFs, in the virtual machine of `vf_pool`. `tests/c/lease.c` is the program.
+//! Programs that ask for VFs. `tests/c/lease.c` is the program.
 
 use harness::vm::{Task, Vfs};
 use serde_json::Value;
 
+use super::pool::{DIR, PF, Pool, SOON};
 use crate::support::*;
-use crate::vf_pool::{DIR, PF, Pool, SOON};
 
 /// A pool with one VF.
 const ONE: &str = "pf,vfs=1,vlan,10.50.0.10/24,rxe";
@@ -63,7 +63,7 @@ impl Pool<'_> {
 }
 
 /// The tests, on a machine with a network card that has SR-IOV.
-pub(crate) fn tests_on(t: &mut Tests, vfs: &Shared<Vfs>) {
+pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     t.on_mut(vfs, "VF leases: a program gets a VF in its group's VLAN, and the VF is free when it has ended", |vfs| {
         let pool = Pool::start(vfs, &format!("{PF} --vf-linger 1s"))?;
         pool.all_ready()?;

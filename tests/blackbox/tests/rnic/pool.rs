@@ -7,19 +7,19 @@ use serde_json::Value;
 use crate::support::*;
 
 /// Longest time until a VF is set up, or is seen to have changed. The machine is emulated.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
-pub(crate) const PF: &str = "pf,vfs=4,vlan,10.50.0.10/24,rxe";
-pub(crate) const DIR: &str = "/tmp/pool";
+pub(super) const SOON: Duration = Duration::from_secs(60);
+pub(super) const PF: &str = "pf,vfs=4,vlan,10.50.0.10/24,rxe";
+pub(super) const DIR: &str = "/tmp/pool";
 
 /// `unirdma host` with a pool.
-pub(crate) struct Pool<'a> {
+pub(super) struct Pool<'a> {
     vfs: &'a Vfs,
     host: Option<Task>,
 }
 
 impl<'a> Pool<'a> {
     /// Starts it, and waits until it serves.
-    pub(crate) fn start(vfs: &'a Vfs, pf: &str) -> Result<Pool<'a>> {
+    pub(super) fn start(vfs: &'a Vfs, pf: &str) -> Result<Pool<'a>> {
         vfs.must(&format!("rm -rf {DIR}"))?;
         Pool::start_again(vfs, pf)
     }
@@ -33,11 +33,11 @@ impl<'a> Pool<'a> {
         Ok(Pool { vfs, host: Some(host) })
     }
 
-    pub(crate) fn unirdma(&self, arguments: &str) -> Result<Output> {
+    pub(super) fn unirdma(&self, arguments: &str) -> Result<Output> {
         self.vfs.run(&format!("unirdma --dir {DIR} {arguments}"))
     }
 
-    pub(crate) fn must(&self, arguments: &str) -> Result<String> {
+    pub(super) fn must(&self, arguments: &str) -> Result<String> {
         self.vfs.must(&format!("unirdma --dir {DIR} {arguments}"))
     }
 
@@ -47,18 +47,18 @@ impl<'a> Pool<'a> {
     }
 
     /// A text of a VF.
-    fn of(&self, vf: usize, key: &str) -> Result<String> {
+    pub(super) fn of(&self, vf: usize, key: &str) -> Result<String> {
         Ok(self.info()?["vfs"][vf][key].as_str().unwrap_or_default().to_owned())
     }
 
     /// Waits until a VF is in a kind of state, whose text is returned.
-    pub(crate) fn becomes(&self, vf: usize, kind: &str) -> Result<String> {
+    pub(super) fn becomes(&self, vf: usize, kind: &str) -> Result<String> {
         let is = || Ok(self.of(vf, "kind")? == kind);
         harness::within(SOON, is, &format!("VF {vf} is not {kind}")).map_err(|e| self.explain(&e))?;
         self.of(vf, "state")
     }
 
-    pub(crate) fn all_ready(&self) -> Check {
+    pub(super) fn all_ready(&self) -> Check {
         (0..4).try_for_each(|vf| self.becomes(vf, "ready").map(drop))
     }
 
@@ -68,13 +68,13 @@ impl<'a> Pool<'a> {
         harness::within(SOON, has, &format!("no notice has `{text}`")).map_err(|e| self.explain(&e)).map(drop)
     }
 
-    pub(crate) fn explain(&self, error: &str) -> String {
+    pub(super) fn explain(&self, error: &str) -> String {
         let table = self.unirdma("vf ls").map(|o| o.text).unwrap_or_default();
         format!("{error}\n{table}\n{}", self.host.as_ref().map(Task::text).unwrap_or_default())
     }
 
     /// Kills the supervisor only, and starts the next one.
-    pub(crate) fn kill_supervisor(mut self, pf: &str) -> Result<Self> {
+    pub(super) fn kill_supervisor(mut self, pf: &str) -> Result<Self> {
         let text = self.must("status --json")?;
         let status: Value = serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"))?;
         self.vfs.must(&format!("kill -9 {}", status["pid"]))?;
@@ -98,10 +98,7 @@ impl Drop for Pool<'_> {
     }
 }
 
-pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
-    t.need_root("programs for virtual machines are unpacked as root");
-    let vfs = &Shared::new(Vfs::start_without_vfs);
+pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     t.on_mut(vfs, "VF pool: VFs are made and set up, and two of them reach each other", |vfs| {
         let pool = Pool::start(vfs, PF)?;
         pool.all_ready()?;
@@ -185,5 +182,4 @@ pub(crate) fn tests(t: &mut Tests) {
         host.finish();
         refused(&o, "has no pool of VFs; `unirdma host --vf-pf")
     });
-    crate::vf_leases::tests_on(t, vfs);
 }

@@ -79,10 +79,7 @@ fn removal_waits(vfs: &Vfs, vf: u32, remove: &str, gone: &str) -> Result<String>
     Ok(text)
 }
 
-pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
-    t.need_root("programs for virtual machines are unpacked as root");
-    let vfs = &Shared::new(Vfs::start);
+pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     for program in [
         "ibv_rc_pingpong -n 50 -c",
         "ibv_uc_pingpong -n 20 -e",

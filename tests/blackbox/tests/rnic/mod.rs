@@ -1,0 +1,21 @@
+//! VFs of a real RNIC, in virtual machines whose network card has four VFs with the kernel's soft RNIC: what the kernel
+//! does, the pool, its leases, and programs on VFs.
+
+mod facts;
+mod leases;
+mod pool;
+mod way_vf;
+
+use harness::vm::Vfs;
+
+use crate::support::*;
+
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
+    t.need_root("programs for virtual machines are unpacked as root");
+    facts::tests(t, &Shared::new(Vfs::start));
+    let with_ours = &Shared::new(Vfs::start_without_vfs);
+    pool::tests(t, with_ours);
+    leases::tests(t, with_ours);
+    way_vf::tests(t, with_ours);
+}
