@@ -6,8 +6,8 @@ use unirdma_formats::Gid;
 use unirdma_formats::net::{GRH_BYTES, parse_grh};
 use unirdma_verbs_abi::*;
 
-use crate::device::{context, gid, hosted_behind};
-use crate::hosted;
+use crate::device::{context, gid};
+use crate::hosted::{self, return_if_hosted};
 use crate::trace::trace;
 use crate::{code, null};
 
@@ -52,14 +52,8 @@ pub(crate) fn ah_out(a: &abi::AhAttr) -> ibv_ah_attr {
 }
 
 pub unsafe extern "C" fn x_ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
+    return_if_hosted!((*pd).context, null, |h| hosted::create_ah(&h, pd, &*attr));
     // SAFETY: the caller passes its PD and attributes.
-    match unsafe { hosted_behind((*pd).context) } {
-        // SAFETY: as above.
-        Ok(Some(h)) => return unsafe { hosted::create_ah(&h, pd, &*attr) },
-        Err(e) => return null(e),
-        Ok(None) => {}
-    }
-    // SAFETY: as above.
     let (c, pdn, attr) = unsafe { ((*pd).context, (*pd).handle, ah_in(&*attr)) };
     // SAFETY: a PD's context is open.
     let ctx = unsafe { context(c) };
@@ -103,16 +97,7 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     attr: *mut ibv_ah_attr,
 ) -> i32 {
     const WC_GRH: u32 = unirdma_formats::wc_flags::GRH;
-    // SAFETY: the caller passes its context.
-    match unsafe { hosted_behind(c) } {
-        // SAFETY: the caller passes a completion, its header, and room for the attributes.
-        Ok(Some(h)) => return unsafe { hosted::init_ah_from_wc(&h, port, wc, grh, attr) },
-        Err(e) => {
-            crate::set_errno(e);
-            return -1;
-        }
-        Ok(None) => {}
-    }
+    return_if_hosted!(c, |e| crate::done(Err(e)), |h| hosted::init_ah_from_wc(&h, port, wc, grh, attr));
     // SAFETY: the caller passes its context and a completion.
     let (ctx, wc) = unsafe { (context(c), &*wc) };
     let failed = |e: i32| {

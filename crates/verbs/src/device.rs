@@ -13,7 +13,7 @@ use unirdma_driver::fds::Known;
 use unirdma_verbs_abi::*;
 
 use crate::cq::CqObj;
-use crate::hosted::{self, Hosted, Lease, Opened};
+use crate::hosted::{self, Hosted, Lease, Opened, return_if_hosted};
 use crate::mr::MrObj;
 use crate::qp::QpObj;
 use crate::srq::SrqObj;
@@ -249,14 +249,8 @@ pub unsafe extern "C" fn x_ibv_open_device(_d: *mut ibv_device) -> *mut ibv_cont
 }
 
 pub unsafe extern "C" fn x_ibv_close_device(c: *mut ibv_context) -> i32 {
+    return_if_hosted!(c, |e| code(Err(e)), |h| hosted::close(h));
     // SAFETY: the caller gives its context back.
-    match unsafe { hosted_behind(c) } {
-        // SAFETY: as above.
-        Ok(Some(h)) => return unsafe { hosted::close(h) },
-        Err(e) => return code(Err(e)),
-        Ok(None) => {}
-    }
-    // SAFETY: as above, and it is ours.
     let ctx = unsafe { context(c) };
     let left = ctx.objects.load(Ordering::Relaxed);
     trace!("ibv_close_device(): {left} objects are left");
@@ -311,13 +305,7 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
 
 pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_device_attr) -> i32 {
     trace!("ibv_query_device()");
-    // SAFETY: the caller passes its context and room for the attributes.
-    match unsafe { hosted_behind(c) } {
-        // SAFETY: as above.
-        Ok(Some(h)) => return unsafe { hosted::query_device(&h, attr) },
-        Err(e) => return code(Err(e)),
-        Ok(None) => {}
-    }
+    return_if_hosted!(c, |e| code(Err(e)), |h| hosted::query_device(&h, attr));
     // SAFETY: the caller passes its context and room for the attributes.
     unsafe { *attr = device_attr(&context(c).driver.device) };
     0
@@ -417,13 +405,7 @@ unsafe extern "C" fn compat_query_port(c: *mut ibv_context, port: u8, attr: *mut
 }
 
 pub unsafe extern "C" fn x_ibv_query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> i32 {
-    // SAFETY: the caller passes its context and room for the attributes.
-    match unsafe { hosted_behind(c) } {
-        // SAFETY: as above.
-        Ok(Some(h)) => return unsafe { hosted::query_port(&h, port, attr) },
-        Err(e) => return code(Err(e)),
-        Ok(None) => {}
-    }
+    return_if_hosted!(c, |e| code(Err(e)), |h| hosted::query_port(&h, port, attr));
     // SAFETY: as query_port.
     unsafe { query_port(c, port, attr, COMPAT_PORT_ATTR) }
 }

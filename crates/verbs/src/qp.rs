@@ -8,10 +8,10 @@ use unirdma_verbs_abi::*;
 
 use crate::ah::{ah_in, ah_out};
 use crate::cq::CqObj;
-use crate::device::{context, hosted_behind};
+use crate::device::context;
 use crate::domain::has_thread_domain;
 use crate::event::{Outstanding, is_qp_event};
-use crate::hosted;
+use crate::hosted::{self, return_if_hosted};
 use crate::srq::SrqObj;
 use crate::tm::Matching;
 use crate::trace::trace;
@@ -195,13 +195,7 @@ pub(crate) unsafe fn wrap(
 }
 
 pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
-    // SAFETY: the caller passes its QP.
-    match unsafe { hosted_behind((*qp).context) } {
-        // SAFETY: as above.
-        Ok(Some(h)) => return unsafe { hosted::destroy_qp(&h, qp) },
-        Err(e) => return code(Err(e)),
-        Ok(None) => {}
-    }
+    return_if_hosted!((*qp).context, |e| code(Err(e)), |h| hosted::destroy_qp(&h, qp));
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // SAFETY: a QP's context is open.
@@ -276,13 +270,7 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(qp: *mut ibv_qp, attr: *mut
 }
 
 pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: i32) -> i32 {
-    // SAFETY: the caller passes its QP and attributes.
-    match unsafe { hosted_behind((*qp).context) } {
-        // SAFETY: as above.
-        Ok(Some(h)) => return unsafe { hosted::modify_qp(&h, qp, &*attr, mask, false) },
-        Err(e) => return code(Err(e)),
-        Ok(None) => {}
-    }
+    return_if_hosted!((*qp).context, |e| code(Err(e)), |h| hosted::modify_qp(&h, qp, &*attr, mask, false));
     // SAFETY: the caller passes its QP and attributes. Fields outside the mask may be uninitialized
     // memory of integer type; the device ignores them.
     let (obj, a) = unsafe { (&mut *qp.cast::<QpObj>(), &*attr) };
@@ -381,14 +369,8 @@ pub unsafe extern "C" fn x_ibv_query_qp(
     mask: i32,
     init: *mut ibv_qp_init_attr,
 ) -> i32 {
+    return_if_hosted!((*qp).context, |e| code(Err(e)), |h| hosted::query_qp(&h, qp, attr, mask, init));
     // SAFETY: the caller passes its QP.
-    match unsafe { hosted_behind((*qp).context) } {
-        // SAFETY: the caller passes its QP, and room for both.
-        Ok(Some(h)) => return unsafe { hosted::query_qp(&h, qp, attr, mask, init) },
-        Err(e) => return code(Err(e)),
-        Ok(None) => {}
-    }
-    // SAFETY: as above.
     let obj = unsafe { &mut *qp.cast::<QpObj>() };
     let q = match obj.qp.query() {
         Ok(q) => q,

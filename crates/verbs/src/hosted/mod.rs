@@ -32,6 +32,22 @@ pub use real::{
 };
 pub(crate) use rename::*;
 
+/// Returns from a function, with the result of `$call`, if `$c` is a hosted context, here `$h`. A context of which the
+/// library knows nothing is EINVAL, which `$failed` makes the function's result. The function's caller vouches for the
+/// context, and for what the man page of the function demands.
+macro_rules! return_if_hosted {
+    ($c:expr, $failed:expr, |$h:ident| $call:expr) => {
+        // SAFETY: by the contract.
+        match unsafe { $crate::device::hosted_behind($c) } {
+            // SAFETY: by the contract.
+            Ok(Some($h)) => return unsafe { $call },
+            Err(e) => return $failed(e),
+            Ok(None) => {}
+        }
+    };
+}
+pub(crate) use return_if_hosted;
+
 /// Offset of the function in a context by which the library tells its own contexts from hosted ones.
 pub(crate) const POLL_CQ_AT: usize = offset_of!(ibv_context, ops) + offset_of!(ibv_context_ops, poll_cq);
 
