@@ -47,23 +47,14 @@ use suite::{Test, Tests};
 /// Adds the tests of a topic.
 type Add = fn(&mut Tests);
 
-/// Tests that measure, fill queues, or look at all processes of this machine.
+/// Tests that measure, look at all processes of this machine, or lose datagrams on a busy machine.
 const ALONE: &[(&str, Add)] = &[
-    ("pyverbs", pyverbs::tests),
     ("programs", programs::tests),
-    ("connecting", connecting::tests),
     ("isolation", isolation::tests),
-    ("network", network::tests),
-    ("rules", rules::tests),
-    ("secret", secret::tests),
     ("workers", workers::tests),
     ("attacks", attacks::tests),
     ("c_programs", c_programs::tests),
-    ("captures", captures::tests),
     ("losses", losses::tests),
-    ("changes", changes::tests),
-    ("watching", watching::tests),
-    ("wrong_input", wrong_input::tests),
     ("two_hosts", two_hosts::tests),
     ("fleet", fleet::tests),
 ];
@@ -73,6 +64,15 @@ const MACHINES: &[(&str, Add)] = &[("kernel", kernel::tests), ("guest", guest::t
 
 /// Tests that may run while others do.
 const BESIDE: &[(&str, Add)] = &[
+    ("pyverbs", pyverbs::tests),
+    ("connecting", connecting::tests),
+    ("network", network::tests),
+    ("rules", rules::tests),
+    ("secret", secret::tests),
+    ("captures", captures::tests),
+    ("changes", changes::tests),
+    ("watching", watching::tests),
+    ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
     ("podman", podman::tests),
     ("documents", documents::tests),
@@ -88,6 +88,7 @@ fn all() -> Vec<Test> {
     for (set, topics) in [("alone", ALONE), ("machines", MACHINES), ("beside", BESIDE)] {
         for (topic, add) in topics {
             if selected.as_deref().is_none_or(|s| s == set || s == *topic) {
+                tests.named(topic);
                 add(&mut tests);
             }
         }
@@ -112,7 +113,9 @@ fn run(args: &Arguments, tests: Vec<Test>) -> harness::Result<bool> {
         return Err(format!("no test has `{text}` in its name; `cargo test -p blackbox -- --list` prints all names"));
     }
     prepare(&selected)?;
-    Ok(!libtest_mimic::run(args, tests.into_iter().map(|t| t.trial).collect()).has_failed())
+    let done = libtest_mimic::run(args, tests.into_iter().map(|t| t.trial).collect());
+    println!("time by topic: {}", suite::times());
+    Ok(!done.has_failed())
 }
 
 fn main() -> ExitCode {

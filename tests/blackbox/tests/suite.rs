@@ -1,9 +1,10 @@
 //! A list of tests, what each needs, and values that several tests share.
 
+use std::collections::BTreeMap;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use harness::Result;
 use harness::packages::Needed;
@@ -22,6 +23,8 @@ pub(crate) struct Test {
 #[derive(Default)]
 pub(crate) struct Tests {
     all: Vec<Test>,
+    /// The name of the topic.
+    name: &'static str,
     /// Packages that the following tests use.
     packages: &'static [Needed],
     /// Why the following tests are skipped.
@@ -30,6 +33,15 @@ pub(crate) struct Tests {
 
 /// Tests run one at a time: many measure, fill queues, or look at all processes of this machine.
 static ALONE: Mutex<()> = Mutex::new(());
+
+/// How long the tests of each topic have taken so far.
+static TIMES: Mutex<BTreeMap<&'static str, Duration>> = Mutex::new(BTreeMap::new());
+
+/// How long the tests of each topic took, in a line.
+pub(crate) fn times() -> String {
+    let times: Vec<_> = lock(&TIMES).iter().map(|(topic, t)| format!("{topic} {} s", t.as_secs())).collect();
+    times.join(", ")
+}
 
 /// Longest time for a test: several times what the slowest one takes, which runs in guests.
 const LIMIT: Duration = Duration::from_secs(900);
@@ -48,6 +60,11 @@ fn limit_time(test: String) -> mpsc::Sender<()> {
 }
 
 impl Tests {
+    /// Gives the topic that begins its name.
+    pub fn named(&mut self, topic: &'static str) {
+        self.name = topic;
+    }
+
     /// Begins a topic, whose tests use these packages.
     pub fn topic(&mut self, packages: &'static [Needed]) {
         (self.packages, self.skipped) = (packages, None);
@@ -65,7 +82,7 @@ impl Tests {
 
     /// Adds a test that has everything for itself.
     pub fn test(&mut self, name: impl Into<String>, f: impl FnOnce() -> Check + Send + 'static) {
-        let (name, skipped) = (name.into(), self.skipped);
+        let (name, topic, skipped) = (name.into(), self.name, self.skipped);
         let of = name.clone();
         let run = move || {
             if let Some(why) = skipped {
@@ -73,8 +90,11 @@ impl Tests {
             }
             let _alone = lock(&ALONE);
             let _limit = limit_time(of);
+            let begin = Instant::now();
+            let result = f();
+            *lock(&TIMES).entry(topic).or_default() += begin.elapsed();
             // An error is printed at once, and by the library at the end.
-            f().map(|()| Completion::Completed).inspect_err(|e| println!("\n{e}")).map_err(Into::into)
+            result.map(|()| Completion::Completed).inspect_err(|e| println!("\n{e}")).map_err(Into::into)
         };
         let packages = if skipped.is_some() { &[] } else { self.packages };
         self.all.push(Test { trial: Trial::ignorable_test(name, run), packages });
