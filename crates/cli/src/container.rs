@@ -58,7 +58,7 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     explain: bool,
     /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "CMD")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     command: Vec<OsString>,
 }
 
@@ -84,6 +84,14 @@ fn library_dir() -> io::Result<PathBuf> {
 pub(crate) fn show(client: &mut Client, name: &str) -> io::Result<VrnicInfo> {
     match client.ask(&Request::VrnicShow { name: name.into() }, None)? {
         Response::Vrnic(info) => Ok(*info),
+        _ => Err(io::Error::other("unexpected answer of the virtual layer")),
+    }
+}
+
+/// The names of all vRNICs.
+pub(crate) fn all(client: &mut Client) -> io::Result<Vec<String>> {
+    match client.ask(&Request::VrnicList, None)? {
+        Response::Vrnics(all) => Ok(all.into_iter().map(|v| v.name).collect()),
         _ => Err(io::Error::other("unexpected answer of the virtual layer")),
     }
 }

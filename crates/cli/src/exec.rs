@@ -30,7 +30,7 @@ pub(crate) struct ExecArgs {
     #[arg(long, value_name = "NAME")]
     vrnic: String,
     /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "CMD")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     command: Vec<OsString>,
 }
 

@@ -194,6 +194,11 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         let text = "--firewall=print shows the rules for the hosts of a peers file: give --peers";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
+    if let Some(parent) = dir.parent().filter(|p| !p.exists()) {
+        let (dir, parent) = (dir.display(), parent.display());
+        let text = format!("cannot make {dir}: there is no directory {parent}; make it, or correct --dir");
+        return Err(io::Error::new(io::ErrorKind::NotFound, text));
+    }
     let vfs = args.vfs.config()?;
     log_to_stderr();
     let stop = termination()?;

@@ -143,6 +143,9 @@ struct Out {
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
+    /// Print only the names of what is listed or shown, and nothing about a change
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
 }
 
 #[derive(Subcommand)]
@@ -170,17 +173,20 @@ enum VrnicCommand {
         out: Out,
     },
     /// List vRNICs
+    #[command(visible_alias = "list")]
     Ls {
         #[command(flatten)]
         out: Out,
     },
-    /// Show one vRNIC: addresses, objects, counters; or the arguments to start a virtual machine with it
+    /// Show vRNICs, all if none is named: addresses, objects, counters; or the arguments to start a virtual machine
+    /// with one
     #[command(
-        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see docs/user/virtual-machines.md.\nQEMU 11.1 and later have the device that this takes."
+        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vrnic show a b                         two of them; with --json a list\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see docs/user/virtual-machines.md.\nQEMU 11.1 and later have the device that this takes."
     )]
     Show {
-        /// Name of the vRNIC
-        name: String,
+        /// Names of the vRNICs
+        #[arg(value_name = "NAME")]
+        names: Vec<String>,
         #[command(flatten)]
         vmm: vmm_args::VmmArgs,
         /// The virtual machine's memory, as the VMM takes it
@@ -217,10 +223,15 @@ enum VrnicCommand {
         #[command(flatten)]
         centre: fleet::Centre,
     },
-    /// Remove a vRNIC
+    /// Remove vRNICs
+    #[command(
+        visible_alias = "del",
+        after_help = "Examples:\n  unirdma vrnic rm a\n  unirdma vrnic rm $(unirdma vrnic ls -q)    all that no program uses"
+    )]
     Rm {
-        /// Name of the vRNIC
-        name: String,
+        /// Names of the vRNICs
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<String>,
         /// Also if it is in use: its programs lose their device
         #[arg(long)]
         force: bool,
@@ -405,6 +416,7 @@ struct IpArgs {
 enum RuleCommand {
     /// List the rules that are in force on this host
     #[command(
+        visible_alias = "list",
         after_help = "Example:\n  unirdma rule ls --json\n\nRules are lines of the peers file (unirdma host --address IP --peers FILE):\n  rule allow from group:blue to group:default both\n  rule deny from vrnic:blue/10.0.0.7 to group:default priority 10\nWithout a rule vRNICs of one group may talk to each other, and those of different groups may not. docs/rules.md has the details."
     )]
     Ls {
@@ -463,11 +475,13 @@ enum GroupCommand {
         out: Out,
     },
     /// List groups, their weights, and the number (VNI) that each has between hosts
+    #[command(visible_alias = "list")]
     Ls {
         #[command(flatten)]
         out: Out,
     },
     /// Remove a group that has no vRNICs
+    #[command(visible_alias = "del")]
     Rm {
         /// Name of the group
         name: String,
@@ -502,11 +516,14 @@ fn abort_on_panics() {
 fn ended(result: io::Result<u8>) -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
-        Err(e) => {
-            eprintln!("unirdma: {e}");
-            ExitCode::FAILURE
-        }
+        Err(e) => ExitCode::from(report(&e)),
     }
+}
+
+/// Prints an error. Returns the exit code.
+fn report(e: &io::Error) -> u8 {
+    eprintln!("unirdma: {}", errors::plain(&e.to_string()));
+    1
 }
 
 fn command(cli: Cli) -> io::Result<u8> {
@@ -546,15 +563,7 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
             ask(dir, &Request::VrnicSet { name, share: share.set(), allow_spoof, held: held.set() }, &out)
         }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
-        VrnicCommand::Show { name, vmm, memory, out } => {
-            match vmm.text(&container::show(&mut Client::connect(dir)?, &name)?, &memory) {
-                Some(text) => {
-                    println!("{text}");
-                    Ok(0)
-                }
-                None => ask(dir, &Request::VrnicShow { name }, &out),
-            }
-        }
+        VrnicCommand::Show { names, vmm, memory, out } => show(dir, names, &vmm, &memory, &out),
         VrnicCommand::Link { name, state, out } => {
             ask(dir, &Request::VrnicLink { name, up: state == LinkState::Up }, &out)
         }
@@ -567,8 +576,49 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
         }
         #[cfg(feature = "fleet")]
         VrnicCommand::Move { name, host, centre } => fleet::move_vrnic(name, host, &centre),
-        VrnicCommand::Rm { name, force, out } => ask(dir, &Request::VrnicRemove { name, force }, &out),
+        VrnicCommand::Rm { names, force, out } => remove(dir, names, force, &out),
     }
+}
+
+/// Shows these vRNICs, or all. Those that are missing are reported, and the others are shown.
+fn show(dir: &std::path::Path, names: Vec<String>, vmm: &vmm_args::VmmArgs, memory: &str, out: &Out) -> io::Result<u8> {
+    let mut client = Client::connect(dir)?;
+    if vmm.is_asked() {
+        let [name] = names.as_slice() else {
+            return Err(io::Error::other("arguments of a virtual machine are those of one vRNIC: name it"));
+        };
+        let shown = container::show(&mut client, name)?;
+        return print::line(&vmm.text(&shown, memory).unwrap_or_default()).map(|()| 0);
+    }
+    // JSON of one that was named is an object, else it is a list.
+    let one = names.len() == 1;
+    let names = if names.is_empty() { container::all(&mut client)? } else { names };
+    let (mut found, mut code) = (Vec::new(), 0);
+    for name in &names {
+        match container::show(&mut client, name) {
+            Ok(shown) => found.push(shown),
+            Err(e) => code = report(&e),
+        }
+    }
+    if !(one && found.is_empty()) {
+        print::vrnics(&found, one, out)?;
+    }
+    Ok(code)
+}
+
+/// Removes these vRNICs. Those that cannot be removed are reported, and the others are removed.
+fn remove(dir: &std::path::Path, names: Vec<String>, force: bool, out: &Out) -> io::Result<u8> {
+    let mut client = Client::connect(dir)?;
+    let mut code = 0;
+    for name in names {
+        if let Err(e) = client.ask(&Request::VrnicRemove { name, force }, None) {
+            code = report(&e);
+        }
+    }
+    if code == 0 {
+        print::response(&Response::Done, out)?;
+    }
+    Ok(code)
 }
 
 fn group(dir: &std::path::Path, command: GroupCommand) -> io::Result<u8> {
@@ -595,7 +645,7 @@ fn ask(dir: &std::path::Path, request: &Request, out: &Out) -> io::Result<u8> {
 /// Sends a request with a descriptor, and prints the answer.
 fn ask_with(dir: &std::path::Path, request: &Request, fd: Option<BorrowedFd<'_>>, out: &Out) -> io::Result<u8> {
     let response: Response = Client::connect(dir)?.ask(request, fd)?;
-    print::response(&response, out.json)?;
+    print::response(&response, out)?;
     Ok(0)
 }
 

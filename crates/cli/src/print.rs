@@ -8,7 +8,7 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::CentreInfo;
 use unirdma_supervisor::admin::{GroupInfo, Response, RulesInfo, StatusInfo, VfsInfo, WireInfo, WorkerInfo};
 
-use crate::units;
+use crate::{Out, units};
 
 /// Lines up columns. The first row is the heading.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
@@ -68,6 +68,11 @@ fn list(vs: &[VrnicInfo]) -> String {
         ]
     }));
     table(&rows)
+}
+
+/// What a change has made of a vRNIC, in a line.
+fn changed(v: &VrnicInfo) -> String {
+    format!("{}: {} in group {}, link {}, {}, way {}", v.name, ips(v), v.group, link(v), share(v), way(v))
 }
 
 fn show(v: &VrnicInfo) -> String {
@@ -436,7 +441,7 @@ fn json(r: &Response) -> serde_json::Result<String> {
 
 fn text(r: &Response) -> String {
     match r {
-        Response::Vrnic(v) => show(v),
+        Response::Vrnic(v) => changed(v),
         Response::Vrnics(v) => list(v),
         Response::Groups(g) => {
             let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT", "SECRET", "VLAN"].map(String::from).to_vec()];
@@ -463,10 +468,36 @@ fn text(r: &Response) -> String {
     }
 }
 
+/// The names of what a list has. A change has none.
+fn names(r: &Response) -> String {
+    let names: Vec<&str> = match r {
+        Response::Vrnics(all) => all.iter().map(|v| v.name.as_str()).collect(),
+        Response::Groups(all) => all.iter().map(|g| g.name.as_str()).collect(),
+        Response::Vfs(info) => info.vfs.iter().map(|v| v.name.as_str()).collect(),
+        _ => Vec::new(),
+    };
+    names.join("\n")
+}
+
 /// Prints a response.
-pub(crate) fn response(r: &Response, as_json: bool) -> io::Result<()> {
-    let out = if as_json { json(r)? } else { text(r) };
+pub(crate) fn response(r: &Response, how: &Out) -> io::Result<()> {
+    let out = match how {
+        Out { json: true, .. } => json(r)?,
+        Out { quiet: true, .. } => names(r),
+        _ => text(r),
+    };
     if out.is_empty() { Ok(()) } else { line(&out) }
+}
+
+/// Prints all about these vRNICs. `one`: as JSON, the first one alone and not a list.
+pub(crate) fn vrnics(all: &[VrnicInfo], one: bool, how: &Out) -> io::Result<()> {
+    let each = |f: fn(&VrnicInfo) -> String, between| all.iter().map(f).collect::<Vec<_>>().join(between);
+    line(&match (how, all) {
+        (Out { json: true, .. }, [first, ..]) if one => serde_json::to_string_pretty(first)?,
+        (Out { json: true, .. }, _) => serde_json::to_string_pretty(all)?,
+        (Out { quiet: true, .. }, _) => each(|v| v.name.clone(), "\n"),
+        _ => each(show, "\n\n"),
+    })
 }
 
 /// Prints a text and ends its last line.

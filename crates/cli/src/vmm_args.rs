@@ -29,6 +29,11 @@ const QUEUE_SIZE: u32 = 256;
 pub(crate) const DEVICE: &str = "vhost-user-test-device-pci";
 
 impl VmmArgs {
+    /// Whether arguments of a virtual machine are asked for.
+    pub fn is_asked(&self) -> bool {
+        self.qemu || self.libvirt || self.cloud_hypervisor
+    }
+
     /// The text to print, if one is asked for. `memory`: size of the machine's memory.
     pub fn text(&self, v: &VrnicInfo, memory: &str) -> Option<String> {
         let (device, net) = sockets(v);
