@@ -133,6 +133,8 @@ pub(crate) enum Reply {
     Now(Vec<u8>, Option<Command>),
     /// The request must be executed again, with the outcome of this search.
     After(MemoryLookup),
+    /// The request must be executed again when another host has answered ([`unirdma_rnic::Core::is_asking`]).
+    Asks,
 }
 
 /// Links by rate, Mbit/s: `active_speed` and `active_width` of InfiniBand (1: 1X, 2: 4X).
@@ -161,17 +163,19 @@ fn link_of(rate_bps: u64) -> (u16, u8) {
 
 impl Device {
     /// Executes one control request and returns its response, of at most `room` bytes. Nothing is executed if `room` is
-    /// too small for the response. (A response that only refuses has the length of its header, whatever `room` is.)
+    /// too small for the response. (A response that only refuses has the length of its header, whatever `room` is.) No
+    /// answer of another host is waited for: what only that host knows is unreachable.
     pub fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
         match self.answer(request, room, None) {
             Reply::Now(response, _) => response,
+            Reply::Asks => head(Status::Unreachable),
             Reply::After(search) => {
                 let began = now_ns();
                 let found = search.run();
                 let outcome = Outcome { found, took_ns: now_ns().saturating_sub(began) };
                 match self.answer(request, room, Some(outcome)) {
                     Reply::Now(response, _) => response,
-                    Reply::After(_) => unreachable!("there is an outcome"),
+                    Reply::After(_) | Reply::Asks => unreachable!("there is an outcome"),
                 }
             }
         }
@@ -183,9 +187,25 @@ impl Device {
             return Reply::Now(head(Status::BadLength), None);
         };
         let Some(c) = Command::from_raw(header.command) else { return Reply::Now(head(Status::Unsupported), None) };
+        if self.asks_another_host(c, data) {
+            return Reply::Asks;
+        }
         match self.find(outcome, || self.search(c, data)) {
             Ok(found) => Reply::Now(self.perform(c, data, room, found), Some(c)),
             Err(search) => Reply::After(search),
+        }
+    }
+
+    /// True if a command needs to know something of another host, which has been asked about it.
+    fn asks_another_host(&self, c: Command, data: &[u8]) -> bool {
+        match c {
+            Command::Resolve => {
+                parse::<abi::ResolveReq>(data).is_ok_and(|r| self.rnic.lock().ask_to_resolve(self.session, Gid(r.dgid)))
+            }
+            Command::NameGid => {
+                parse::<abi::NameGidReq>(data).is_ok_and(|r| self.rnic.lock().ask_to_name(self.session, Gid(r.real)))
+            }
+            _ => false,
         }
     }
 

@@ -102,7 +102,7 @@ enum Served {
     Answered(u32),
     /// As `Answered`, but the response must be held back.
     Held(u32),
-    /// The command waits for a background lookup, and is executed again afterwards.
+    /// The command waits for a background lookup or for another host, and is executed again afterwards.
     Left,
 }
 
@@ -156,6 +156,8 @@ pub struct Device {
     held: Option<(u16, u32)>,
     /// The background lookup of the command at the head of the queue.
     pending: Option<Pending>,
+    /// The command at the head of the queue waits for the answer of another host.
+    asks: bool,
     /// Time spent in background lookups and not yet returned by [`Device::take_lookup_ns`], ns.
     lookup_ns: AtomicU64,
     /// Kicks of the control queue are suppressed.
@@ -216,6 +218,7 @@ impl Device {
             control_channel: None,
             held: None,
             pending: None,
+            asks: false,
             lookup_ns: AtomicU64::new(0),
             control_quiet: false,
             events: Arc::new(events),
@@ -296,9 +299,11 @@ impl Device {
     }
 
     fn serve(&mut self, queue: &mut Queue, guest: &GuestMemoryMmap) -> bool {
-        if self.pending.as_ref().is_some_and(|p| !p.is_over()) {
+        if self.pending.as_ref().is_some_and(|p| !p.is_over()) || self.asks && self.rnic.lock().is_asking(self.session)
+        {
             return false;
         }
+        self.asks = false;
         let answered = match self.held {
             Some(_) if self.rnic.lock().is_delayed(self.session) => return false,
             Some((head, len)) => {
@@ -392,6 +397,10 @@ impl Device {
         };
         let (response, command) = match reply {
             Reply::Now(response, command) => (response, command),
+            Reply::Asks => {
+                self.asks = true;
+                return Served::Left;
+            }
             Reply::After(search) => {
                 let (pending, lookup) = Pending::new(&request[..n], search);
                 self.pending = Some(pending);
@@ -473,7 +482,7 @@ impl Handler for Device {
             self.control_call = call;
             if self.control.is_none() || !v.enabled {
                 self.control = self.make_queue(v);
-                self.pending = None;
+                (self.pending, self.asks) = (None, false);
             }
             if self.control.is_some() {
                 // A driver that begins anew says so with its first command. Until then, the RNIC must not write where
@@ -506,8 +515,8 @@ impl Handler for Device {
         // Kicks are enabled, since the next server of the queue may wait for them.
         self.listen();
         self.pause();
-        // The command that waits for a background lookup is the first one when the queue is started again.
-        self.pending = None;
+        // The command that waits is the first one when the queue is started again.
+        (self.pending, self.asks) = (None, false);
         let mut queue = self.control.take()?;
         let held = self.held.take().filter(|_| !self.rnic.lock().is_delayed(self.session));
         if let (Some((head, len)), Some(guest)) = (held, &self.guest) {
@@ -532,7 +541,7 @@ impl Handler for Device {
         self.control = None;
         self.stopped_at = None;
         self.held = None;
-        self.pending = None;
+        (self.pending, self.asks) = (None, false);
         self.control_channel = None;
         self.features = AtomicU64::new(self.identity.config.features);
         self.events.clear();

@@ -12,6 +12,7 @@ mod number;
 mod path;
 pub mod pcap;
 mod verbs;
+pub mod where_is;
 pub mod wire;
 
 pub use ids::{Gid, Guid, Lkey, Mac, NoMac, Psn, Qpn, Rkey};

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 use unirdma_confine::InForce;
 use unirdma_device::HoldTimes;
-use unirdma_rnic::{Limits, Share, VfUse, WireDrops};
+use unirdma_rnic::{Limits, Share, VfQuestions, VfUse, WireDrops};
 
 use crate::config::EngineConfig;
 use crate::counters::{PortCounters, SealInfo, TunnelDrops};
@@ -191,6 +191,8 @@ pub struct WorkerStatus {
     pub port: PortCounters,
     pub drops: WireDrops,
     pub tunnel: TunnelDrops,
+    #[serde(default)]
+    pub vf_questions: VfQuestions,
     pub seal: SealInfo,
 }
 
@@ -213,6 +215,7 @@ impl WorkerStatus {
         self.port += other.port;
         self.drops += other.drops;
         self.tunnel += other.tunnel;
+        self.vf_questions += other.vf_questions;
     }
 }
 

@@ -18,6 +18,7 @@ use crate::output::Output;
 use crate::random::{Rngs, Seed};
 use crate::sched::{Due, Scheduler};
 use crate::slab::{Handle, Slab};
+use crate::vf_peers::VfPeers;
 
 /// Estimated time of one operation, without its copy, ns. Turns are planned with estimates, and charged by the clock.
 pub(crate) const OP_NS: u64 = 250;
@@ -42,6 +43,8 @@ pub struct Core {
     pub(crate) jobs: Jobs,
     pub(crate) net: Network,
     pub(crate) multicast: Multicast,
+    /// The VFs of other hosts' vRNICs, and the questions about them.
+    pub(crate) vf_peers: VfPeers,
     /// QPs and address handles to be checked again, because the rules have changed.
     pub(crate) doubts: Doubts,
     /// The running capture.
@@ -79,6 +82,7 @@ impl Core {
             jobs: Jobs::default(),
             net: Network::default(),
             multicast: Multicast::default(),
+            vf_peers: VfPeers::default(),
             doubts: Doubts::default(),
             tap: None,
             random: Rngs::new(seed),

@@ -11,14 +11,15 @@
 //!   hosts, packets to send, rate limits, time budgets, intervals between tries, the table of QP transitions;
 //! * `objects`: the objects, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, use
 //!   counts, quotas;
-//! * `access`: from keys to memory; `sched`, `doorbell_poll`, `job`, `multicast`, `capture`, `net`, `output`: the order
-//!   of turns, polled doorbell pages, copies made without holding the RNIC, group members, captured packets, routes,
-//!   events; `executor`: a trait, to which the modules below leave the work of QPs;
+//! * `access`: from keys to memory; `sched`, `doorbell_poll`, `job`, `multicast`, `capture`, `net`, `vf_peers`,
+//!   `output`: the order of turns, polled doorbell pages, copies made without holding the RNIC, group members, captured
+//!   packets, routes, VFs of other hosts, events; `executor`: a trait, to which the modules below leave the work of
+//!   QPs;
 //! * `core`: the struct that holds all these;
 //! * `complete` (completions, events, failures), `pacing`, `reroute` (destinations of connections), `policy_check`
 //!   (rules); `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: connections to other hosts,
 //!   with a requester and a responder; `datagram`: unreliable datagrams, local and remote; `capture_points`: captures
-//!   packets; `to_wire`: moves connections within a host to the wire;
+//!   packets; `to_wire`: moves connections within a host to the wire; `where_is`: questions to other hosts about VFs;
 //! * `commands`, `vrnics`, `sessions`, `pause`: the control path; `teardown`: frees dead objects; `rx`: receives
 //!   packets; `round`: rounds and turns;
 //! * `software`: the executor that does all work in this process;
@@ -79,7 +80,9 @@ mod software;
 mod teardown;
 mod to_wire;
 mod tx;
+mod vf_peers;
 mod vrnics;
+mod where_is;
 mod wire;
 
 pub use attr::{Transition, transition};
@@ -102,3 +105,4 @@ pub use record::{Attach, Attached, Flaw, Object, Record, RecordError, RestoreErr
 pub use rnic::Rnic;
 pub use teardown::MAX_TORN_DOWN;
 pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Sealed, Tx, TxPacket};
+pub use vf_peers::VfQuestions;

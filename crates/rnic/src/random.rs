@@ -53,6 +53,7 @@ pub(crate) struct Rngs {
     pub cm_ids: Rng,
     pub cm_ports: Rng,
     pub numbers: Rng,
+    pub where_is: Rng,
 }
 
 impl Rngs {
@@ -66,6 +67,7 @@ impl Rngs {
             cm_ids: stream(5),
             cm_ports: stream(6),
             numbers: stream(7),
+            where_is: stream(8),
         }
     }
 }
@@ -78,13 +80,13 @@ mod tests {
     fn a_seed_repeats_its_streams_and_no_two_are_alike() {
         let all = |seed: u64| {
             let s = Rngs::new(&seed.into());
-            [s.qpns, s.keys, s.psns, s.srq_numbers, s.cm_ids, s.cm_ports, s.numbers, Rng::new(seed)]
+            [s.qpns, s.keys, s.psns, s.srq_numbers, s.cm_ids, s.cm_ports, s.numbers, s.where_is, Rng::new(seed)]
                 .map(|mut r| r.next_u64())
         };
         assert_eq!(all(7), all(7));
         let mut seen: Vec<u64> = all(7).into_iter().chain(all(8)).collect();
         seen.sort_unstable();
         seen.dedup();
-        assert_eq!(seen.len(), 16);
+        assert_eq!(seen.len(), 18);
     }
 }

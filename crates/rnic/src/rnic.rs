@@ -144,14 +144,15 @@ impl Rnic {
 
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
     pub fn next_timeout(&self) -> Option<u64> {
-        [self.core.next_turn(), self.cm.next_timeout()].into_iter().flatten().min()
+        let timeouts = [self.core.next_turn(), self.cm.next_timeout(), self.core.vf_peers.next_timeout()];
+        timeouts.into_iter().flatten().min()
     }
 
     /// Polls doorbells and timers, and gives turns for a bounded time; true if there was anything to do. `clock`
     /// returns the time, nanoseconds, which is `began` at the moment; it measures the turns.
     pub fn poll_by(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
         self.core.now = began;
-        let found = self.manager().poll();
+        let found = self.manager().poll() | self.core.ask_again();
         let worked = self.core.round(began, clock);
         if !self.core.mads.is_empty() {
             self.manager().deliver_local_mads();

@@ -3,6 +3,7 @@
 
 use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::Flow;
+use unirdma_formats::where_is::{HOST_QPN, WhereIs};
 use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, Packet, ROCE_PORT, Transport, icrc};
 use unirdma_formats::{Gid, QpType, Qpn};
 
@@ -118,6 +119,13 @@ impl Core {
         if p.dest_qp == GSI_QPN {
             self.tap_encapsulated(Some(vrnic), a.from, route.vni, &flow, packet);
             if !self.may_hear_mad(vrnic, src, across, p.payload) {
+                return None;
+            }
+            if p.deth.src_qp == HOST_QPN {
+                match WhereIs::parse(p.payload).filter(|_| across.is_none()) {
+                    Some(m) => self.on_where_is(vrnic, dst, src, a.from, &m),
+                    None => self.net.drops.malformed += 1,
+                }
                 return None;
             }
             if let Some(h) = self.objects.gsi_of(vrnic) {

@@ -59,6 +59,7 @@ impl Core {
         self.objects.doors_of(id).into_iter().for_each(|door| self.remove_door(door));
         self.outputs.retain(|o| o.session() != id);
         self.jobs.forget(id);
+        self.vf_peers.forget_session(id);
         if let Some(s) = self.objects.sessions.get_mut(id.0) {
             (s.door, s.bell, s.stage, s.away) = (None, None, None, 0);
         }

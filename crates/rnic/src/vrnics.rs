@@ -275,6 +275,7 @@ impl Core {
 
     /// Sets the routes to GIDs of other hosts, by group.
     pub(crate) fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
+        self.vf_peers.retain(|key, host| routes.get(&key).is_some_and(|r| r.host == host));
         self.net.routes = routes;
         self.routes_changed();
     }
@@ -293,6 +294,7 @@ impl Core {
             Some(r) => self.net.routes.insert((group, gid), r),
             None => self.net.routes.remove(&(group, gid)),
         };
+        self.vf_peers.reroute((group, gid), route.map(|r| r.host));
         // The new route is added first, so that a host that remains keeps its place.
         route.iter().for_each(|r| self.multicast.add_route(group, self.net.vni(group), r));
         before.iter().for_each(|r| self.multicast.remove_route(group, r));

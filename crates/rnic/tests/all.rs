@@ -28,6 +28,7 @@ mod srq;
 mod stage;
 mod teardown;
 mod unreliable;
+mod vf_peers;
 mod ways;
 mod window;
 mod wire;

@@ -5,12 +5,16 @@ use std::hash::{DefaultHasher, Hash};
 use std::net::IpAddr;
 
 use unirdma_abi as abi;
-use unirdma_formats::cm::{GSI_QPN, Mad};
+use unirdma_formats::cm::{GSI_QKEY, GSI_QPN, Mad};
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, vxlan_source};
-use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
+use unirdma_formats::wire::{
+    Deth, Envelope, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc,
+};
 use unirdma_formats::{Gid, QpType, WrOpcode};
 use unirdma_policy::Rule;
-use unirdma_rnic::{Arrival, Attached, Counters, Job, Object, Record, RestoreError, Rng, Rnic, Route, SessionId};
+use unirdma_rnic::{
+    Arrival, Attached, Counters, Job, MAX_OUTER_BYTES, Object, Record, RestoreError, Rng, Rnic, Route, SessionId,
+};
 
 use crate::{End, IOVA, SECOND, address, attrs_of, ip, poll, wqe};
 
@@ -334,6 +338,24 @@ impl Net {
         for (mask, attr) in attrs_of(typ, self.ends[b].qpn, gid(b)) {
             self.rnic(a).modify_qp(session, qpn, mask, &change(attr)).unwrap();
         }
+    }
+
+    /// Sends a MAD from a QP to QP 1 in the network of end 0's group, from a host to the host of end 0, with any inner
+    /// addresses.
+    pub fn send_mad(&mut self, from: usize, src_qp: u32, own: Gid, to: Gid, mad: &[u8]) {
+        let flow = Flow::roce(own, to);
+        let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
+        let mut head = Packet::new(opcode, GSI_QPN, 0);
+        head.deth = Deth { qkey: GSI_QKEY, src_qp };
+        let mut bytes = vec![0; MAX_OUTER_BYTES + MAX_HEADER_BYTES + mad.len() + ICRC_BYTES];
+        let outer = flow.put(&mut bytes, opcode.header_bytes() + mad.len() + ICRC_BYTES);
+        let at = outer + head.put(&mut bytes[outer..], mad.len());
+        bytes[at..at + mad.len()].copy_from_slice(mad);
+        let end = at + mad.len();
+        let crc = icrc(&flow.envelope(), &bytes[outer..end]);
+        bytes[end..end + ICRC_BYTES].copy_from_slice(&crc.to_le_bytes());
+        let (now, group) = (self.now, self.groups[0]);
+        self.rnic(0).handle_packet(now, &Arrival::inside(host(from), group), &bytes[..end + ICRC_BYTES]);
     }
 
     /// An AH of end `a` that leads to `b`.

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
 use unirdma_device::BackgroundLookup;
+use unirdma_formats::QpType;
 use unirdma_link::{BlockingFd, DriverQueue, Handler, KINDS, Ledger, Memory, RegionDesc, Resource, Segment, Vring};
 use unirdma_mem::MemFd;
 use zerocopy::IntoBytes;
 
-use crate::world::{Kind, NoPollers, Side, World};
+use crate::table::{OWN_VF, resolve};
+use crate::world::{Kind, NOBODY, NoPollers, Side, World};
 
 const SIZE: u16 = 8;
 const CONTROL: usize = abi::VQ_CONTROL as usize;
@@ -138,6 +140,32 @@ fn other_sessions_go_on_while_a_long_list_is_looked_up() {
     r.control.send(&r.side, 4, Command::RegUserMr, r.side.mr_request().as_bytes());
     assert_eq!(r.answers(), [(4, 0)]);
     assert_eq!(Arc::<NoPollers>::strong_count(&r.side.pollers), 2);
+}
+
+/// A command that needs to know something of another host waits for its answer, or for the end of the time for it.
+#[test]
+fn other_sessions_go_on_while_another_host_is_asked() {
+    let w = World::new();
+    w.lend(Some(OWN_VF), None);
+    w.route_elsewhere(NOBODY);
+    let World { mut me, mut other, .. } = w;
+    let (mut mine, mut control) = (Control::new(&mut me), Control::new(&mut other));
+    mine.send(&me, 0, Command::Resolve, resolve(NOBODY, QpType::Rc).as_bytes());
+    mine.send(&me, 2, Command::CreatePd, &[]);
+    assert!(me.dev.serve_control());
+    control.send(&other, 0, Command::CreatePd, &[]);
+    assert!(other.dev.serve_control());
+    assert_eq!(control.answer(&other), Some((0, 0)));
+    assert!(!me.dev.serve_control(), "it has nothing to do yet");
+    assert_eq!(mine.answer(&me), None, "both wait");
+    // A queue that is started anew begins with the command.
+    assert_eq!(me.dev.stop_vring(CONTROL), Some(0));
+    me.dev.vring_changed(CONTROL, &mine.vring);
+    assert!(me.dev.serve_control());
+    assert_eq!(mine.answer(&me), None);
+    me.wait_in_vain();
+    while me.dev.serve_control() {}
+    assert_eq!([mine.answer(&me), mine.answer(&me)], [Some((0, Status::Unreachable as u8)), Some((2, 0))]);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use unirdma_device::{BackgroundLookup, Device, Identity, KeptByRnic, Pollers, Sh
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
 use unirdma_link::{BlockingFd, Handler, KINDS, Ledger, Memory, RegionDesc};
 use unirdma_mem::{Bell, MemFd, Span};
-use unirdma_rnic::{Account, Limits, Rnic, SessionId, Share, VfPath, VfUse, VrnicConfig, VrnicId};
+use unirdma_rnic::{Account, Limits, Rnic, Route, SessionId, Share, VfPath, VfUse, VrnicConfig, VrnicId};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 const MEMORY: usize = 4 << 20;
@@ -136,6 +136,14 @@ impl World {
     }
 }
 
+impl World {
+    /// The group has this address on another host, to which no packets get.
+    pub fn route_elsewhere(&self, ip: &str) {
+        let route = Route { host: [192, 168, 7, 2].into(), foreign: false, vni: 0 };
+        self.me.rnic.lock().change_routes(0, [(Gid(gid(ip)), Some(route))]);
+    }
+}
+
 /// No thread runs this RNIC, and the tests run the background lookups.
 #[derive(Default)]
 pub struct NoPollers(Mutex<VecDeque<BackgroundLookup>>);
@@ -244,6 +252,13 @@ impl Side {
     /// True while dead objects are not freed.
     pub fn has_dead(&self) -> bool {
         self.rnic.lock().has_dead()
+    }
+
+    /// Lets three seconds pass, after which all questions to other hosts are over.
+    pub fn wait_in_vain(&self) {
+        let mut rnic = self.rnic.lock();
+        let begun = rnic.since_ns();
+        (0..30).for_each(|i| _ = rnic.poll(begun + i * 100_000_000));
     }
 
     /// Lets the RNIC work on what was posted.

@@ -7,12 +7,12 @@ use std::net::IpAddr;
 use unirdma_formats::Gid;
 use unirdma_formats::cm::{About, GSI_QKEY, GSI_QPN, IpHeader, MAD_BYTES, Mad, Message, Req, reason};
 use unirdma_formats::net::Flow;
-use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 
 use super::{CmEventKind, CmId, ETIMEDOUT, Early, Id, Manager, State};
 use crate::objects::{MAX_MTU, Note, VrnicId};
 use crate::path::{Arrival, Path};
 use crate::rx::ReceivedMad;
+use crate::where_is::mad_head;
 
 /// Time that a peer has for an answer, encoded: 4.3 s.
 pub(super) const RESPONSE_TIMEOUT: u8 = 20;
@@ -46,24 +46,15 @@ impl Manager<'_> {
     /// Sends a MAD; it may be lost.
     pub(super) fn send_mad_to(&mut self, vrnic: VrnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
         let Some(v) = self.core.objects.vrnics.get(vrnic.0).filter(|v| v.is_linked(Some(own))) else { return };
-        let flow = Flow::roce(own, to);
-        let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
-        let mut head = Packet::new(opcode, GSI_QPN, self.cm.psn.get());
-        head.deth = Deth { qkey: GSI_QKEY, src_qp: GSI_QPN };
+        let head = mad_head(GSI_QPN, self.cm.psn);
         self.cm.psn = self.cm.psn.advance(1);
         if let Some(there) = self.core.objects.find_vrnic(v.group, to) {
+            let flow = Flow::roce(own, to);
             self.core.tap_mad(vrnic, there, &flow, &head, mad);
             self.core.deliver_mad(there, GSI_QKEY, &flow, mad, Note::of(&head));
             return;
         }
-        let Some(route) = self.core.net.routes.get(&(v.group, to)).copied() else { return };
-        if self.core.net.tx.is_full() {
-            return;
-        }
-        let Some(path) = self.core.way_to(v, own, to) else { return };
-        let inside = (!route.foreign).then_some((route.vni, flow));
-        self.core.net.tx.put(path, inside, &head, mad);
-        self.core.tap_sent(Some(vrnic));
+        self.core.put_mad(vrnic, own, to, &head, mad);
     }
 
     /// Delivers MADs between vRNICs of this host, and the MADs that these cause, until none is left. Each MAD causes at

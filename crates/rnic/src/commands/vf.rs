@@ -9,7 +9,8 @@ use crate::objects::{SessionId, VfPath, VrnicId};
 
 impl Core {
     /// RESOLVE: how the VF of the session's vRNIC reaches the holder of GID `dgid`. The GID of a VF of the group, which
-    /// a program has from a GRH, and a multicast group are reached by themselves.
+    /// a program has from a GRH, and a multicast group are reached by themselves. vRNICs on other hosts are known after
+    /// [`Core::ask_to_resolve`].
     ///
     /// # Errors
     /// `BadState` if the vRNIC has no VF, `BadValue` if `sgid_index` is of none of its GIDs, `Unreachable` if the
@@ -23,29 +24,38 @@ impl Core {
             let is_datagram = typ == QpType::Ud;
             return if is_datagram { Ok(VfPath { gid: dgid.0, ..own }) } else { Err(Status::Unreachable) };
         }
-        if let Some(there) = self.objects.find_vrnic(v.group, dgid) {
-            let path = self.objects.vf_of(there).ok_or(Status::Unreachable)?;
-            return self.may_reach_by_vf(vrnic, dgid, typ).then_some(path).ok_or_else(|| self.refuse_reach(vrnic));
-        }
-        let on_vf = self.objects.vrnics_on_vf(v.group, dgid);
-        let holders: Vec<(Gid, VfPath)> =
-            on_vf.iter().filter_map(|&id| Some((self.first_gid(id)?, self.objects.vf_of(id)?))).collect();
+        let holders = self.holders_by_vf(v.group, dgid);
         if holders.is_empty() {
-            return Err(Status::Unreachable);
+            // A host is not asked about a GID that the rules keep out of reach.
+            let is_ruled_out = self.host_of_peer(v.group, dgid).is_some() && !self.may_connect(vrnic, dgid, None);
+            return Err(if is_ruled_out { self.refuse_reach(vrnic) } else { Status::Unreachable });
         }
         let reached = holders.into_iter().find(|(gid, _)| self.may_reach_by_vf(vrnic, *gid, typ));
         reached.map(|(_, path)| path).ok_or_else(|| self.refuse_reach(vrnic))
     }
 
+    /// The vRNICs of a group that have this GID, or a VF with this GID, and the paths to them.
+    fn holders_by_vf(&self, group: u32, gid: Gid) -> Vec<(Gid, VfPath)> {
+        if let Some(here) = self.objects.find_vrnic(group, gid) {
+            return self.objects.vf_of(here).map(|path| (gid, path)).into_iter().collect();
+        }
+        let on_vf = self.objects.vrnics_on_vf(group, gid);
+        let here = on_vf.iter().filter_map(|&id| Some((self.first_gid(id)?, self.objects.vf_of(id)?)));
+        if on_vf.is_empty() { self.peers_by_vf(group, gid) } else { here.collect() }
+    }
+
     /// NAME_GID: the GID of the vRNIC of the session's group that has the VF with the GID `real`. If several vRNICs
-    /// share the VF, the one that has had it for the longest time.
+    /// share the VF, the one that has had it for the longest time. vRNICs on other hosts are known after
+    /// [`Core::ask_to_name`].
     ///
     /// # Errors
     /// `Unreachable` if there is none.
     pub fn name_of_vf(&self, s: SessionId, real: Gid) -> Result<Gid> {
         let v = self.objects.vrnics.get(self.objects.vrnic_of(s)?.0).ok_or(Status::BadHandle)?;
         let on_vf = self.objects.vrnics_on_vf(v.group, real);
-        on_vf.iter().find_map(|&id| self.first_gid(id)).ok_or(Status::Unreachable)
+        let here = on_vf.iter().find_map(|&id| self.first_gid(id));
+        let there = || self.peers_by_vf(v.group, real).first().filter(|(_, path)| path.gid == real.0).map(|p| p.0);
+        here.or_else(there).ok_or(Status::Unreachable)
     }
 
     fn first_gid(&self, id: VrnicId) -> Option<Gid> {

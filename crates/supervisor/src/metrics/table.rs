@@ -355,6 +355,23 @@ pub(super) const TOLD: &[Told] = &[
             ],
         )],
     },
+    Told {
+        prefix: "unirdma_vf_questions_",
+        families: &[
+            counter(
+                "asked_total",
+                "Questions to other hosts by which VF a vRNIC is reached, asked when a program on a VF connects.",
+                "",
+                &[("", |s| Value::N(s.vf_questions.asked))],
+            ),
+            counter(
+                "unanswered_total",
+                "Such questions that had no answer within a second; the connection failed.",
+                "",
+                &[("", |s| Value::N(s.vf_questions.unanswered))],
+            ),
+        ],
+    },
 ];
 
 /// The histogram of the times for which the lock of a worker's RNIC was held: its name and its description.

@@ -394,6 +394,7 @@ impl Worker {
             rnic_held: self.engine.rnic.held(),
             port: self.engine.port().map(PortIo::counters).unwrap_or_default(),
             drops: self.engine.rnic.lock().wire_drops(),
+            vf_questions: self.engine.rnic.lock().vf_questions(),
             tunnel: self.switch.tunnel_drops(),
             seal: self.switch.seal_info(),
         }
