@@ -180,7 +180,7 @@ impl Context {
         crate::memory::prepare();
         let mut f = Frontend::connect(path).map_err(io)?;
         let mut arena = Arena::new();
-        let wake = |f: &mut Frontend, i| f.open_channel(abi::CHANNEL_WAKE + i).and_then(Known::eventfd).map_err(io);
+        let wake = |f: &mut Frontend, i| f.open_channel(abi::CHANNEL_WAKE + i).and_then(Known::marked).map_err(io);
         let ring = arena.alloc(&mut f, DriverQueue::bytes(CONTROL_SLOTS), 64)?;
         let control = Control {
             queue: DriverQueue::new(ring.span.clone(), CONTROL_SLOTS),

@@ -53,8 +53,8 @@ enum Identity {
     Mark,
 }
 
-/// The signal that marks eventfds of the library (`F_SETSIG`). It belongs to the open file, is 0 in those of a program,
-/// and is never sent, since eventfds have no signal-driven I/O. It is the last real-time signal.
+/// The signal that marks eventfds and epoll sets of the library (`F_SETSIG`). It belongs to the open file, is 0 in those
+/// of a program, and is never sent, since these files have no signal-driven I/O. It is the last real-time signal.
 const MARK: libc::c_int = 64;
 const F_SETSIG: libc::c_int = 10;
 const F_GETSIG: libc::c_int = 11;
@@ -83,12 +83,12 @@ impl Known {
         Ok(Known { fd: ManuallyDrop::new(fd), identity })
     }
 
-    /// Moves an eventfd to a high number and marks it. Files of the program do not have the mark, so they are told
-    /// apart from it; other eventfds of the library are not.
+    /// Moves an eventfd or an epoll set to a high number and marks it. Files of the program do not have the mark, so
+    /// they are told apart from it; other files of the library with the mark are not.
     ///
     /// # Errors
     /// As [`high`], and `EINVAL` if the mark cannot be set.
-    pub fn eventfd(fd: OwnedFd) -> io::Result<Self> {
+    pub fn marked(fd: OwnedFd) -> io::Result<Self> {
         let fd = high(fd)?;
         // SAFETY: F_SETSIG takes a number, and changes nothing of an eventfd but this number.
         if unsafe { libc::fcntl(fd.as_raw_fd(), F_SETSIG, MARK) } != 0 {
@@ -226,7 +226,7 @@ mod tests {
         let new = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let ours = new();
         let other_end = rustix::io::dup(&ours).unwrap();
-        let known = Known::eventfd(ours).unwrap();
+        let known = Known::marked(ours).unwrap();
         // The mark takes nothing from what an eventfd does.
         rustix::io::write(known.get().unwrap(), &3u64.to_ne_bytes()).unwrap();
         let mut counter = [0; 8];
@@ -241,7 +241,7 @@ mod tests {
         drop(known);
         assert_eq!(rustix::io::read(&*place, &mut counter), Err(rustix::io::Errno::AGAIN), "it is open, and 0");
         drop(ManuallyDrop::into_inner(place));
-        let known = Known::eventfd(new()).unwrap();
+        let known = Known::marked(new()).unwrap();
         known.close();
         assert_eq!(known.get().unwrap_err().raw_os_error(), Some(9), "nothing is open");
     }

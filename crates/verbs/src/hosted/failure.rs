@@ -43,6 +43,11 @@ pub(super) enum Failure {
 pub(super) const VARIABLE: &str = "UNIRDMA_REAL_VERBS";
 
 impl Failure {
+    /// There are too many descriptors in this process.
+    pub fn descriptors(e: std::io::Error) -> Failure {
+        Failure::Descriptors(e.raw_os_error().unwrap_or(libc::EMFILE))
+    }
+
     /// The errno for the program.
     pub fn errno(&self) -> i32 {
         match self {

@@ -2,12 +2,14 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
-use std::io::Write as _;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, Write as _};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use unirdma_abi::lease::{Ask, HAS, REFUSED, SOFT, Told, VERSION, WAITS};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
+use unirdma_abi::lease::{Ask, EVICTED, HAS, REFUSED, SOFT, Told, VERSION, WAITS};
 use unirdma_driver::fds::{Known, high};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -26,7 +28,52 @@ pub(super) enum Answer {
 }
 
 /// Keeps the connection. Dropping it ends the context for the virtual layer.
-pub(crate) struct Lease(#[expect(dead_code, reason = "it is only closed")] Known);
+pub(crate) struct Lease(Known);
+
+/// What the virtual layer has told since the decision.
+pub(crate) enum News {
+    /// Nothing.
+    None,
+    /// The VF is gone, for this reason.
+    Evicted(String),
+    /// The connection has ended. A supervisor that is started anew ends it, too, and the program keeps its VF.
+    End,
+}
+
+impl Lease {
+    /// Keeps a connection at a high number.
+    ///
+    /// # Errors
+    /// There are too many descriptors.
+    pub fn keep(socket: OwnedFd) -> io::Result<Lease> {
+        Known::new(socket).map(Lease)
+    }
+
+    /// The connection, if the program has not closed it.
+    ///
+    /// # Errors
+    /// The program has.
+    pub fn get(&self) -> io::Result<BorrowedFd<'_>> {
+        self.0.get()
+    }
+
+    /// The news, without waiting. Not a cancellation point.
+    pub fn news(&self) -> News {
+        let Ok(socket) = self.get() else { return News::End };
+        loop {
+            let mut told = Told::new_zeroed();
+            match recv(socket, told.as_mut_bytes(), RecvFlags::DONTWAIT) {
+                Ok((_, size)) if size == size_of::<Told>() && told.kind == EVICTED => {
+                    return News::Evicted(text(&told.text));
+                }
+                // News of later versions.
+                Ok((_, 1..)) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return News::None,
+                Ok((_, 0)) | Err(_) => return News::End,
+            }
+        }
+    }
+}
 
 /// A text of the virtual layer. It ends with a zero byte, and has no control characters for a terminal.
 pub(super) fn text(bytes: &[u8]) -> String {
@@ -95,8 +142,7 @@ pub(super) fn say(line: &str) {
 }
 
 fn keep(socket: OwnedFd) -> Result<Lease, Failure> {
-    let kept = Known::new(socket);
-    kept.map(Lease).map_err(|e| Failure::Descriptors(e.raw_os_error().unwrap_or(libc::EMFILE)))
+    Lease::keep(socket).map_err(Failure::descriptors)
 }
 
 fn connect(path: &Path) -> Result<OwnedFd, i32> {

@@ -4,6 +4,7 @@
 //!
 //! Nothing of this happens in a program whose vRNIC uses the software RNIC.
 
+mod async_events;
 mod elf;
 mod failure;
 mod lease;
@@ -24,6 +25,7 @@ use unirdma_verbs_abi::*;
 use crate::lock;
 use crate::trace::trace;
 
+use async_events::AsyncEvents;
 use failure::Failure;
 pub(crate) use lease::Lease;
 pub use real::{
@@ -64,7 +66,8 @@ pub(crate) struct Hosted {
     query_device_ex: QueryDeviceEx,
     /// The names of the destinations of QPs.
     paths: Mutex<HashMap<usize, rename::Paths>>,
-    _lease: Lease,
+    /// The sources of asynchronous events, one of which is the lease.
+    events: Arc<AsyncEvents>,
 }
 
 type QueryPort = Option<unsafe extern "C" fn(*mut ibv_context, u8, *mut ibv_port_attr, usize) -> i32>;
@@ -172,6 +175,15 @@ fn host(
             None => return Err(Failure::NoProvider(device)),
         }
     };
+    // SAFETY: just opened.
+    let events = match unsafe { AsyncEvents::take_over(context, lease) } {
+        Ok(events) => events,
+        Err(e) => {
+            // SAFETY: nobody has it yet.
+            unsafe { (real.calls.close_device)(context) };
+            return Err(Failure::descriptors(e));
+        }
+    };
     // SAFETY: open, and of the newest layout or an older one, which `sz` tells.
     let (query_port, query_device_ex) = unsafe { take_inline_calls(context) };
     // SAFETY: a device of the real library, which looks at its own record of the name.
@@ -188,7 +200,7 @@ fn host(
         query_port,
         query_device_ex,
         paths: Mutex::default(),
-        _lease: lease,
+        events,
     };
     lock(&CONTEXTS).insert(context as usize, Arc::new(hosted));
     trace!("ibv_open_device() = {device}");
@@ -245,8 +257,11 @@ pub(crate) unsafe fn extended<T: Copy>(c: *mut ibv_context, offset: usize) -> Op
 /// As ibv_close_device(3).
 pub(crate) unsafe fn close(hosted: Arc<Hosted>) -> i32 {
     lock(&CONTEXTS).remove(&(hosted.context as usize));
-    // SAFETY: the caller gives its context back.
-    let r = unsafe { (hosted.real.calls.close_device)(hosted.context) };
+    // SAFETY: the caller gives its context back. The real library closes the kernel's descriptors.
+    let r = unsafe {
+        hosted.events.give_back(hosted.context);
+        (hosted.real.calls.close_device)(hosted.context)
+    };
     trace!("ibv_close_device() of a VF = {r}");
     drop(hosted);
     r

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use unirdma_verbs_abi::{ibv_ah_attr, ibv_context};
 
+use super::async_events;
 use crate::lock;
 
 /// The lease for which the real library looks or looked last.
@@ -349,6 +350,21 @@ unsafe extern "C" fn write(fd: c_int, bytes: *const c_void, len: usize) -> isize
     unsafe { libc::write(fd, bytes, len) }
 }
 
+/// Reads of a context's `async_fd`, which is an epoll set, go to the set's sources. The kernel refuses such a read, so
+/// nothing is looked up for others.
+unsafe extern "C" fn read(fd: c_int, to: *mut c_void, len: usize) -> isize {
+    // SAFETY: the library's own arguments.
+    let n = unsafe { libc::read(fd, to, len) };
+    if n < 0 && super::errno() == libc::EINVAL {
+        // SAFETY: as above.
+        if let Some(n) = unsafe { async_events::read(fd, to, len) } {
+            return n;
+        }
+        crate::set_errno(libc::EINVAL);
+    }
+    n
+}
+
 /// A provider asks how a destination's MAC is found. rxe does not use the answer, because the kernel finds it itself;
 /// the program's network namespace knows nothing of the VF's network.
 unsafe extern "C" fn resolve_mac(c: *mut ibv_context, attr: *mut ibv_ah_attr, mac: *mut u8, vid: *mut u16) -> c_int {
@@ -389,6 +405,7 @@ pub(super) fn function(name: &CStr) -> Option<usize> {
         b"nl_connect" => nl_connect as *const () as usize,
         b"close" => close as *const () as usize,
         b"ioctl" => ioctl as *const () as usize,
+        b"read" => read as *const () as usize,
         b"write" => write as *const () as usize,
         b"ibv_resolve_eth_l2_from_gid" => resolve_mac as *const () as usize,
         _ => return None,
