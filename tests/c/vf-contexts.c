@@ -2,6 +2,9 @@
  *
  * Opens and closes contexts of a vRNIC that has a VF, several at a time and one after the other, and checks the names
  * that it reads.
+ *
+ *   vf-contexts      as above
+ *   vf-contexts N    open a context, register memory and close it, N times
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -13,7 +16,7 @@
 
 #include "check.h"
 
-enum { ROUNDS = 4, CONTEXTS = 3, PSN = 5 };
+enum { ROUNDS = 4, CONTEXTS = 3, PSN = 5, BYTES = 1 << 20 };
 
 static struct ibv_ah_attr path_to(union ibv_gid to)
 {
@@ -60,9 +63,31 @@ static void use(struct ibv_context *ctx)
 	CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq) && !ibv_dealloc_pd(pd));
 }
 
-int main(void)
+static void open_and_close(int times)
+{
+	static char memory[BYTES];
+	struct ibv_device **list = ibv_get_device_list(NULL);
+
+	CHECK(list && *list);
+	for (int i = 0; i < times; i++) {
+		struct ibv_context *ctx = ibv_open_device(*list);
+		struct ibv_pd *pd = ctx ? ibv_alloc_pd(ctx) : NULL;
+		struct ibv_mr *mr = pd ? ibv_reg_mr(pd, memory, BYTES, IBV_ACCESS_LOCAL_WRITE) : NULL;
+
+		CHECK(mr);
+		CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_close_device(ctx));
+	}
+	ibv_free_device_list(list);
+	printf("done\n");
+}
+
+int main(int argc, char **argv)
 {
 	CHECK(!ibv_fork_init());
+	if (argc > 1) {
+		open_and_close(atoi(argv[1]));
+		return 0;
+	}
 	for (int round = 0; round < ROUNDS; round++) {
 		struct ibv_device **list = ibv_get_device_list(NULL);
 		struct ibv_context *all[CONTEXTS];

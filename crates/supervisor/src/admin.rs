@@ -159,7 +159,27 @@ pub struct VfsInfo {
     pub drained: Vec<String>,
     /// Reasons why VFs are not in the pool, and what to do.
     pub notices: Vec<String>,
+    /// What programs were answered.
+    #[serde(default)]
+    pub answers: VfAnswers,
 }
+
+/// What programs that asked for VFs were answered, since the supervisor's start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VfAnswers {
+    /// They had to wait, because no VF was free.
+    pub waits: u64,
+    /// They have the software RNIC.
+    pub soft: u64,
+    /// They had a VF that is gone.
+    pub evicted: u64,
+    /// They were refused, for each of [`VF_REFUSALS`].
+    pub refusals: [u64; VF_REFUSALS.len()],
+}
+
+/// Reasons for refusals: no VF is free; none has become free in time; there are too many programs of the vRNIC or of the
+/// host; the VF could not be set up; the vRNIC cannot have a VF of this pool.
+pub const VF_REFUSALS: [&str; 5] = ["dry", "timeout", "limit", "setup", "unfit"];
 
 /// Kinds of states of VFs.
 pub const VF_KINDS: [&str; 6] = ["absent", "raw", "ready", "leased", "dirty", "foreign"];

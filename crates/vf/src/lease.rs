@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Config;
 use crate::seen::VfId;
 
 /// The number of a lease. It is used once in the life of a log.
@@ -82,6 +83,11 @@ impl Lease {
     /// True if its instance may use the VF.
     pub fn is_live(&self) -> bool {
         !matches!(self.phase, Phase::Returning { .. })
+    }
+
+    /// True if it has lingered for its time.
+    pub(crate) fn is_over(&self, config: &Config, now: Duration) -> bool {
+        matches!(self.phase, Phase::Lingers { since } if since.saturating_add(config.linger) <= now)
     }
 
     /// Counts one more context of a vRNIC.

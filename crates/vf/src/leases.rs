@@ -144,7 +144,7 @@ impl Leases {
         if let Err(refusal) = self.check(config, &request) {
             return Answer::Refused(refusal);
         }
-        if let Some((lease, vf)) = self.grant(config, seen, &request) {
+        if let Some((lease, vf)) = self.grant(config, seen, &request, now) {
             return Answer::Has { lease, vf };
         }
         match request.when_dry.unwrap_or(config.when_dry) {
@@ -220,7 +220,7 @@ impl Leases {
             let Some(lease) = self.leases.get(&id) else { continue };
             let vf = lease.vf.clone();
             match lease.phase {
-                Phase::Lingers { since } if since.saturating_add(config.linger) <= now || self.is_drained(&vf) => {
+                Phase::Lingers { .. } if lease.is_over(config, now) || self.is_drained(&vf) => {
                     self.change(id, |l| {
                         l.phase = Phase::Returning { since: now, evicted: false };
                         true
@@ -238,7 +238,7 @@ impl Leases {
         // While a request is looked at, `waiting` has those before it that got nothing.
         for waiter in std::mem::take(&mut self.waiting) {
             let ticket = waiter.ticket;
-            if let Some((lease, vf)) = self.grant(config, seen, &waiter.request) {
+            if let Some((lease, vf)) = self.grant(config, seen, &waiter.request, now) {
                 changes.push(Change::Granted { ticket, lease, vf });
             } else if waiter.until <= now {
                 changes.push(Change::TimedOut { ticket });
@@ -307,8 +307,8 @@ impl Leases {
     }
 
     /// A context on a lease that its instance has already, or on a free VF.
-    fn grant(&mut self, config: &Config, seen: &Seen, request: &Request) -> Option<(LeaseId, VfId)> {
-        let id = self.joinable(request).or_else(|| self.take_free(config, seen, request))?;
+    fn grant(&mut self, config: &Config, seen: &Seen, request: &Request, now: Duration) -> Option<(LeaseId, VfId)> {
+        let id = self.joinable(config, request, now).or_else(|| self.take_free(config, seen, request))?;
         let lease = self.change(id, |l| {
             l.open(&request.vrnic, request.rate_mbps);
             true
@@ -317,9 +317,9 @@ impl Leases {
     }
 
     /// The lease of this vRNIC, else one of its instance that takes more vRNICs.
-    fn joinable(&self, request: &Request) -> Option<LeaseId> {
+    fn joinable(&self, config: &Config, request: &Request, now: Duration) -> Option<LeaseId> {
         let has = |l: &&Lease| l.vrnics.contains_key(&request.vrnic);
-        let live = || self.leases.values().filter(|l| can_join(l, request));
+        let live = || self.leases.values().filter(|l| can_join(l, request) && !l.is_over(config, now));
         live().find(has).or_else(|| live().find(|l| !self.is_drained(&l.vf))).map(|l| l.id)
     }
 

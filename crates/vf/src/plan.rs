@@ -56,6 +56,8 @@ pub fn plan(config: &Config, seen: &Seen, leases: &Leases) -> Plan {
             None => plan.steps.extend(lease.filter(|l| l.is_live()).map(|l| Step::Evict { lease: l.id })),
         }
     }
+    // Other steps may wait in the kernel until programs have closed the devices that are gone.
+    plan.steps.sort_by_key(|step| !matches!(step, Step::Evict { .. }));
     plan
 }
 
@@ -72,7 +74,9 @@ impl Plan {
             self.notices.push(Notice::TooMany { pf: name.clone(), wanted, most });
         }
         let vfs = wanted.min(most);
-        if pf.numvfs == 0 {
+        if seen.leaving.keys().any(|vf| vf.pf == name) {
+            // Somebody is removing the VFs.
+        } else if pf.numvfs == 0 {
             self.steps.push(Step::Create { pf: name, vfs });
         } else if pf.numvfs != vfs {
             self.notices.push(Notice::OtherNumber { pf: name, wanted: vfs, found: pf.numvfs });
@@ -90,7 +94,10 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::seen::{PfSeen, VfSeen};
+    use crate::lease::{Contexts, Lease, LeaseId, Phase, Purpose};
+    use crate::log::{Kept, Record};
+    use crate::seen::{NetdevSeen, PfSeen, Settings, VerbsSeen, VfSeen};
+    use crate::state::{NODE_MODE, Why};
     use crate::{Address, Dry, Isolation};
 
     /// The text of the plan for a PF `p` with 4 VFs that looks like this.
@@ -101,6 +108,41 @@ mod tests {
         let seen = Seen { pfs: [("p".to_owned(), pf)].into(), ..Seen::default() };
         let plan = plan(&config, &seen, &Leases::default());
         (plan.steps, plan.notices.iter().map(Notice::to_string).collect())
+    }
+
+    #[test]
+    fn a_vf_is_ready_once_its_port_is_active() {
+        let addresses = vec![Address { addr: [10, 0, 0, 1].into(), prefix: 24 }];
+        let isolation = Isolation::Fabric("g".into());
+        let pfs = vec![PfConfig { netdev: "p".into(), vfs: 1, isolation, addresses, rxe: false }];
+        let config = Config { pfs, when_dry: Dry::Refuse, linger: Duration::ZERO };
+        let mac = config.pfs[0].mac_of(0);
+        let netdev = NetdevSeen {
+            mac,
+            up: true,
+            accept_local: true,
+            addresses: config.pfs[0].addresses_of(0).into_iter().collect(),
+            ..NetdevSeen::default()
+        };
+        let mut vf = VfSeen {
+            driver: Some("mlx5_core".into()),
+            netdev: Some(netdev),
+            settings: Settings { mac, spoof_check: true, ..Settings::default() },
+            verbs: Some(VerbsSeen { name: "mlx5_1".into(), mode: NODE_MODE, active: false }),
+            ..VfSeen::default()
+        };
+        let state = |vf: &VfSeen| {
+            let seen = Seen {
+                pfs: [("p".into(), PfSeen { vfs: [(0, vf.clone())].into(), ..pf(1, 1) })].into(),
+                ..Seen::default()
+            };
+            let plan = plan(&config, &seen, &Leases::default());
+            assert_eq!((plan.steps, plan.notices), (vec![], vec![]));
+            states(&config, &seen, &Leases::default())[0].1.clone()
+        };
+        assert_eq!(state(&vf), State::NoLink);
+        vf.verbs.as_mut().unwrap().active = true;
+        assert_eq!(state(&vf), State::Ready);
     }
 
     fn pf(numvfs: u16, totalvfs: u16) -> PfSeen {
@@ -119,6 +161,44 @@ mod tests {
         }
         let (steps, notices) = planned(pf(0, 0));
         assert!(steps.is_empty() && notices[0].starts_with("`p` (driver igb) has no SR-IOV"), "{notices:?}");
+    }
+
+    #[test]
+    fn a_pf_whose_vfs_are_being_removed_is_left_alone_once_the_leases_have_ended() {
+        let pf = |netdev: &str, addr: [u8; 4]| PfConfig {
+            netdev: netdev.into(),
+            vfs: 1,
+            isolation: Isolation::Fabric("g".into()),
+            addresses: vec![Address { addr: addr.into(), prefix: 24 }],
+            rxe: false,
+        };
+        let pfs = vec![pf("empty", [10, 0, 0, 1]), pf("p", [10, 0, 0, 2])];
+        let config = Config { pfs, when_dry: Dry::Refuse, linger: Duration::ZERO };
+        let vf = VfId { pf: "p".into(), index: 0 };
+        let lease = Lease {
+            id: LeaseId(7),
+            vf: vf.clone(),
+            instance: "i".into(),
+            group: "g".into(),
+            vlan: None,
+            rate_mbps: 0,
+            purpose: Purpose::Verbs,
+            vrnics: [("v".into(), Contexts { count: 1, rate_mbps: 0 })].into(),
+            phase: Phase::Open,
+        };
+        let kept = Kept { records: vec![Record::Lease(lease)], damage: Vec::new() };
+        let none = PfSeen { driver: "igb".into(), totalvfs: 7, ..PfSeen::default() };
+        let mut seen = Seen { pfs: [("empty".into(), none.clone()), ("p".into(), none)].into(), ..Seen::default() };
+        seen.leaving = [(vf.clone(), [77].into())].into();
+        let (mut leases, _) = Leases::adopt(&config, &seen, kept, Duration::ZERO);
+        let create = |pf: &str| Step::Create { pf: pf.into(), vfs: 1 };
+        assert_eq!(plan(&config, &seen, &leases).steps, [Step::Evict { lease: LeaseId(7) }, create("empty")]);
+        leases.evict(LeaseId(7), Duration::ZERO);
+        assert_eq!(plan(&config, &seen, &leases).steps, [create("empty")]);
+        let users = State::Dirty(Why::Used { objects: 0, users: [77].into() });
+        assert_eq!(states(&config, &seen, &leases)[1], (vf, users));
+        seen.leaving.clear();
+        assert_eq!(plan(&config, &seen, &leases).steps, [create("empty"), create("p")]);
     }
 
     #[test]

@@ -32,6 +32,9 @@ pub struct Seen {
     pub at: Duration,
     /// PFs by the name of their network device.
     pub pfs: BTreeMap<String, PfSeen>,
+    /// VFs that the kernel is removing, with the processes that still have their devices open. Where the removal waits
+    /// for these, nothing else can be done with the PF.
+    pub leaving: BTreeMap<VfId, BTreeSet<u32>>,
     /// `net.ipv4.conf.all.rp_filter`. The kernel uses the maximum of it and the network device's own value.
     pub rp_filter_all: u8,
 }
@@ -41,7 +44,7 @@ pub struct Seen {
 pub struct PfSeen {
     /// Its driver.
     pub driver: String,
-    /// `sriov_numvfs`.
+    /// The number of its VFs, as in `sriov_numvfs`.
     pub numvfs: u16,
     /// `sriov_totalvfs`; 0 if it has no SR-IOV.
     pub totalvfs: u16,
@@ -115,6 +118,8 @@ pub struct VerbsSeen {
     pub name: String,
     /// The permissions of its device node.
     pub mode: u32,
+    /// It has an active port.
+    pub active: bool,
 }
 
 impl Seen {

@@ -23,6 +23,8 @@ pub enum State {
     Absent,
     /// It is not set up yet.
     Raw,
+    /// It is set up, and its port is not active. A driver may need seconds to find out that there is a link.
+    NoLink,
     /// It can be leased.
     Ready,
     /// An instance has it.
@@ -61,6 +63,7 @@ impl fmt::Display for State {
         match self {
             State::Absent => f.write_str("absent"),
             State::Raw => f.write_str("not set up yet"),
+            State::NoLink => f.write_str("its port is not active, as long as there is no link"),
             State::Ready => f.write_str("ready"),
             State::Leased(id) => write!(f, "lease {id}"),
             State::Dirty(Why::Used { objects, users }) => {
@@ -121,14 +124,27 @@ pub(crate) fn state(config: &Config, pf: &PfConfig, id: &VfId, seen: &Seen, leas
     if let Some(lease) = lease.filter(|l| l.is_live()) {
         return State::Leased(lease.id);
     }
-    let Some(vf) = seen.vf(id) else { return State::Absent };
+    let Some(vf) = seen.vf(id) else {
+        return match seen.leaving.get(id) {
+            Some(users) => State::Dirty(Why::Used { objects: 0, users: users.clone() }),
+            None => State::Absent,
+        };
+    };
     match holder(pf, id.index, vf, lease) {
         Some(holder) => State::Foreign(holder),
         None if vf.is_used() => State::Dirty(Why::Used { objects: vf.objects, users: vf.users.clone() }),
         None if vf.refused.is_some() => State::Dirty(Why::Refused(vf.refused.clone().unwrap_or_default())),
         None if lease.is_some() => State::Dirty(Why::Returning),
-        None if vf.verbs.is_some() && steps(config, pf, id, vf, None).is_empty() => State::Ready,
-        None => State::Raw,
+        None => match &vf.verbs {
+            Some(verbs) if steps(config, pf, id, vf, None).is_empty() => {
+                if verbs.active {
+                    State::Ready
+                } else {
+                    State::NoLink
+                }
+            }
+            _ => State::Raw,
+        },
     }
 }
 
@@ -139,7 +155,7 @@ pub(crate) fn is_returned(config: &Config, seen: &Seen, lease: &Lease) -> bool {
     seen.at > since
         && config.pf_of(&lease.vf).is_none_or(|pf| {
             let state = state(config, pf, &lease.vf, seen, None);
-            matches!(state, State::Ready | State::Absent)
+            matches!(state, State::Ready | State::NoLink | State::Absent)
         })
 }
 

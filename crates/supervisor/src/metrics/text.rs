@@ -6,7 +6,7 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_metrics::{Kind, Value, Writer};
 
 use super::table::{self, Family, Whose};
-use crate::admin::VF_KINDS;
+use crate::admin::{VF_KINDS, VF_REFUSALS, VfAnswers};
 use crate::supervisor::stats::{GroupFigures, HostFigures};
 
 /// Writes a family, with the figures of each object in `of`: its group, its vRNIC and itself.
@@ -91,6 +91,14 @@ fn pool(w: &mut Writer, host: &HostFigures) {
     let leases = info.vfs.iter().filter(|vf| vf.lease.is_some()).count();
     w.one("unirdma_vf_leases", Kind::Gauge, "Leases of VFs, also those that are being returned.", leases as u64);
     w.one("unirdma_vf_waiting", Kind::Gauge, "Requests that wait for a VF.", info.waiting as u64);
+    let VfAnswers { waits, soft, evicted, refusals } = info.answers;
+    w.one("unirdma_vf_waits_total", Kind::Counter, "Requests that had to wait for a VF.", waits);
+    w.one("unirdma_vf_soft_total", Kind::Counter, "Requests for a VF that got the software RNIC.", soft);
+    w.one("unirdma_vf_evictions_total", Kind::Counter, "Contexts on a VF that was taken away.", evicted);
+    w.head("unirdma_vf_refusals_total", "counter", "Requests for a VF that were refused, by reason.");
+    for (why, count) in VF_REFUSALS.into_iter().zip(refusals) {
+        w.line("unirdma_vf_refusals_total", &[("why", why)], Value::N(count));
+    }
 }
 
 /// Writes the figures of the network to other hosts.
@@ -126,7 +134,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::admin::{VfInfo, VfsInfo};
+    use crate::admin::{VfAnswers, VfInfo, VfsInfo};
     use crate::network::TunnelInfo;
     use crate::network::WireInfo;
     use unirdma_ipc::message::Figures;
@@ -172,13 +180,19 @@ mod tests {
     fn vfs_are_counted_by_pf_and_state() {
         let vf = |kind: &str, lease| VfInfo { pf: "ens1".into(), kind: kind.into(), lease, ..VfInfo::default() };
         let vfs = vec![vf("ready", None), vf("leased", Some(7)), vf("dirty", Some(6)), vf("ready", None)];
-        let info = VfsInfo { vfs, waiting: 3, ..VfsInfo::default() };
+        let answers = VfAnswers { waits: 9, soft: 8, evicted: 7, refusals: [1, 2, 3, 4, 5] };
+        let info = VfsInfo { vfs, waiting: 3, answers, ..VfsInfo::default() };
         let page = page(&HostFigures { vfs: Some(info), ..HostFigures::default() }, 0);
         for line in [
             "unirdma_vfs{pf=\"ens1\",state=\"ready\"} 2",
             "unirdma_vfs{pf=\"ens1\",state=\"foreign\"} 0",
             "unirdma_vf_leases 2",
             "unirdma_vf_waiting 3",
+            "unirdma_vf_waits_total 9",
+            "unirdma_vf_soft_total 8",
+            "unirdma_vf_evictions_total 7",
+            "unirdma_vf_refusals_total{why=\"dry\"} 1",
+            "unirdma_vf_refusals_total{why=\"unfit\"} 5",
         ] {
             assert!(page.lines().any(|l| l == line), "{line}: {page}");
         }

@@ -20,7 +20,7 @@ use unirdma_device::lock;
 use unirdma_ipc::fdpass;
 use unirdma_ipc::vrnic::Way;
 use unirdma_rnic::VfPath;
-use unirdma_vf::{Answer, Change, LeaseId, Ticket};
+use unirdma_vf::{Answer, Change, LeaseId, Refusal, Ticket};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::lender::{Borrower, Lender};
@@ -111,6 +111,26 @@ enum HandOverError {
     Open { node: PathBuf, error: io::Error },
     #[error("the descriptor cannot be sent: {0}")]
     Send(io::Error),
+}
+
+/// The cause of a refusal, as in [`VF_REFUSALS`](crate::admin::VF_REFUSALS).
+#[derive(Clone, Copy)]
+enum Cause {
+    Dry,
+    Timeout,
+    Limit,
+    Setup,
+    Unfit,
+}
+
+impl From<&Refusal> for Cause {
+    fn from(refusal: &Refusal) -> Cause {
+        match refusal {
+            Refusal::Dry => Cause::Dry,
+            Refusal::TooManyWait(_) => Cause::Limit,
+            _ => Cause::Unfit,
+        }
+    }
 }
 
 /// An answer that ends a connection or leaves it in a state.
@@ -229,9 +249,9 @@ impl LeaseServer {
             let count = self.clients.values().filter(|c| c.vrnic == vrnic).count();
             if count >= most as usize {
                 let text = format!("{count} programs of the vRNIC have a context already; it may have {most}");
-                let _ = send(&socket, &message(lease::REFUSED, &text), None);
+                self.send_refusal(&socket, Cause::Limit, &text);
             } else if self.clients.len() >= MAX_CONNECTIONS {
-                let _ = send(&socket, &message(lease::REFUSED, "too many programs of this host have contexts"), None);
+                self.send_refusal(&socket, Cause::Limit, "too many programs of this host have contexts");
             } else {
                 let state = State::Silent { until: now + ASK_TIME };
                 let client = Client { vrnic: vrnic.into(), listener: listener.clone(), socket, state };
@@ -256,8 +276,7 @@ impl LeaseServer {
             (State::Silent { .. }, Some(Ask { version: lease::VERSION, .. })) => self.ask(id),
             (State::Silent { .. }, Some(Ask { version, .. })) => {
                 let text = format!("the request has version {version}, and {} is known here", lease::VERSION);
-                let _ = send(&client.socket, &message(lease::REFUSED, &text), None);
-                self.end(id);
+                self.refuse(id, Cause::Unfit, &text);
             }
             // The end of the context, or nothing that is known.
             _ => self.end(id),
@@ -273,17 +292,20 @@ impl LeaseServer {
             return self.give_soft(id, "another program of the vRNIC has the software RNIC");
         }
         let Some(pool) = self.lender.pool.clone() else {
-            return self.deny(id, &borrower, &super::LendError::NoPool.to_string());
+            return self.deny(id, &borrower, Cause::Unfit, &super::LendError::NoPool.to_string());
         };
         if let Err(e) = self.lender.check(&vrnic, &borrower) {
-            return self.deny(id, &borrower, &e.to_string());
+            return self.deny(id, &borrower, Cause::Unfit, &e.to_string());
         }
         match pool.ask(borrower.request(&vrnic)) {
             Ok(Answer::Has { lease, .. }) => self.prepare(id, lease),
-            Ok(Answer::Waits { ticket, .. }) => self.set(id, State::Waits { ticket, place: 0 }),
+            Ok(Answer::Waits { ticket, .. }) => {
+                pool.count(|a| a.waits += 1);
+                self.set(id, State::Waits { ticket, place: 0 });
+            }
             Ok(Answer::Soft) => self.give_soft(id, "no VF is free"),
-            Ok(Answer::Refused(refusal)) => self.refuse(id, &refusal.to_string()),
-            Err(e) => self.refuse(id, &format!("the log of leases cannot be written: {e}")),
+            Ok(Answer::Refused(refusal)) => self.refuse(id, Cause::from(&refusal), &refusal.to_string()),
+            Err(e) => self.refuse(id, Cause::Setup, &format!("the log of leases cannot be written: {e}")),
         }
     }
 
@@ -303,29 +325,39 @@ impl LeaseServer {
 
     /// Gives a program of a vRNIC that cannot have a VF the software RNIC, if that is allowed and no other one of its
     /// programs has a VF.
-    fn deny(&mut self, id: u64, borrower: &Borrower, why: &str) {
+    fn deny(&mut self, id: u64, borrower: &Borrower, cause: Cause, why: &str) {
         let Some(client) = self.clients.get(&id) else { return };
         let others = self.clients.iter().any(|(i, c)| {
             *i != id && c.vrnic == client.vrnic && matches!(c.state, State::Has { .. } | State::Prepares { .. })
         });
         let has_vf = others || self.lender.pool.as_ref().is_some_and(|p| p.loan(&client.vrnic).is_some());
-        if borrower.way == Way::Auto && !has_vf { self.give_soft(id, why) } else { self.refuse(id, why) }
+        if borrower.way == Way::Auto && !has_vf { self.give_soft(id, why) } else { self.refuse(id, cause, why) }
     }
 
     fn give_soft(&mut self, id: u64, why: &str) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         client.state = State::Soft;
+        if let Some(pool) = &self.lender.pool {
+            pool.count(|a| a.soft += 1);
+        }
         if send(&client.socket, &message(lease::SOFT, why), None).is_err() {
             self.end(id);
         }
     }
 
-    fn refuse(&mut self, id: u64, why: &str) {
+    fn refuse(&mut self, id: u64, cause: Cause, why: &str) {
         if let Some(client) = self.clients.get(&id) {
             tracing::info!(vrnic = client.vrnic, why, "a program gets no VF");
-            let _ = send(&client.socket, &message(lease::REFUSED, why), None);
+            self.send_refusal(&client.socket, cause, why);
         }
         self.end(id);
+    }
+
+    fn send_refusal(&self, socket: &OwnedFd, cause: Cause, why: &str) {
+        if let Some(pool) = &self.lender.pool {
+            pool.count(|a| a.refusals[cause as usize] += 1);
+        }
+        let _ = send(socket, &message(lease::REFUSED, why), None);
     }
 
     /// Ends a connection and what it has.
@@ -350,7 +382,7 @@ impl LeaseServer {
                 Change::Granted { lease, .. } => self.prepare(id, lease),
                 _ => {
                     self.set(id, State::Soft);
-                    self.refuse(id, "no VF has become free in time");
+                    self.refuse(id, Cause::Timeout, "no VF has become free in time");
                 }
             }
         }
@@ -365,7 +397,7 @@ impl LeaseServer {
             let next = match (client.state, self.borrower(client)) {
                 (State::Has { lease }, borrower) => self.keep(client, lease, borrower.is_some()),
                 (_, None) => {
-                    let _ = send(&client.socket, &message(lease::REFUSED, "the vRNIC was removed"), None);
+                    self.send_refusal(&client.socket, Cause::Unfit, "the vRNIC was removed");
                     Next::Ends
                 }
                 (State::Silent { until }, _) if until <= now => Next::Ends,
@@ -396,6 +428,9 @@ impl LeaseServer {
             return Next::Stays(client.state);
         }
         let why = if is_served { "the VF is gone" } else { "the vRNIC was removed" };
+        if let Some(pool) = self.lender.pool.as_ref() {
+            pool.count(|a| a.evicted += 1);
+        }
         let _ = send(&client.socket, &message(lease::EVICTED, why), None);
         Next::Ends
     }
@@ -418,8 +453,8 @@ impl LeaseServer {
                     (None, true) => "the worker of the group does not answer".into(),
                 }
             }
-            Setup::Pending if !is_late => return,
-            Setup::Pending => format!("the VF was not set up within {} s", SETUP_TIME.as_secs()),
+            Setup::Pending(_) if !is_late => return,
+            Setup::Pending(what) => format!("{what} within {} s", SETUP_TIME.as_secs()),
         };
         let is_used = |c: &Client| c.state == State::Has { lease };
         self.set(id, State::Silent { until: Instant::now() + ASK_TIME });
@@ -428,7 +463,7 @@ impl LeaseServer {
             // So that the next request does not get the same VF.
             pool.evict(lease);
         }
-        self.deny(id, borrower, &why);
+        self.deny(id, borrower, Cause::Setup, &why);
     }
 
     /// Shows the device to a program, and sends it a descriptor.

@@ -11,6 +11,7 @@ use unirdma_vf::{Answer, Change, LeaseId, Phase, Plan, Refusal, Request, Seen, S
 use super::apply::vf_of;
 use super::pool_thread::LOOK_EVERY;
 use super::{Pool, PoolState};
+use crate::admin::VfAnswers;
 
 /// The VF that the programs of a vRNIC have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,8 +25,8 @@ pub(super) struct Loan {
 /// Whether a VF is as its lease wants it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Setup {
-    /// Steps are open.
-    Pending,
+    /// Not yet, with what has not happened within the time that it may take.
+    Pending(String),
     /// Its verbs device can be opened.
     Ready { verbs: String },
     /// It cannot be used, for this reason.
@@ -160,13 +161,28 @@ impl Pool {
         }
     }
 
-    /// Ends a lease whose VF cannot be set up.
+    /// Ends a lease whose device is gone, or whose VF cannot be set up.
     pub(super) fn evict(&self, lease: LeaseId) {
         let mut state = lock(&self.state);
         state.leases.evict(lease, self.began.elapsed());
         state.keep_records_or_log();
         drop(state);
         self.wake();
+        super::signal(&self.changed);
+    }
+
+    /// The processes that have the device of a lease open, in words.
+    pub(super) fn users(&self, lease: LeaseId) -> String {
+        let state = lock(&self.state);
+        let vf = state.leases.iter().find(|l| l.id == lease).map(|l| &l.vf);
+        let users = vf.and_then(|id| state.seen.vf(id).map(|vf| &vf.users).or_else(|| state.seen.leaving.get(id)));
+        let users: Vec<String> = users.into_iter().flatten().map(u32::to_string).collect();
+        if users.is_empty() { String::new() } else { format!("; processes [{}] have it open", users.join(" ")) }
+    }
+
+    /// Counts an answer to a program.
+    pub(super) fn count(&self, add: impl FnOnce(&mut VfAnswers)) {
+        add(&mut lock(&self.state).answers);
     }
 
     /// Requests that have waited and got a VF, or have waited for too long, since the last call.
@@ -190,8 +206,9 @@ impl Pool {
             return Setup::Failed(format!("the kernel refuses to set up VF {}: {what}", l.vf));
         }
         match vf.and_then(|vf| vf.verbs.as_ref()).filter(|_| !self.has_steps(&state, lease, &l.vf)) {
-            Some(verbs) => Setup::Ready { verbs: verbs.name.clone() },
-            None => Setup::Pending,
+            Some(verbs) if verbs.active => Setup::Ready { verbs: verbs.name.clone() },
+            Some(_) => Setup::Pending(format!("the port of VF {} did not become active", l.vf)),
+            None => Setup::Pending(format!("VF {} was not set up", l.vf)),
         }
     }
 

@@ -57,7 +57,7 @@ impl Looker {
     /// # Errors
     /// The kernel does not say something, for instance because a PF is just being removed.
     pub fn look(&mut self, config: &Config, at: Duration, except: &BTreeSet<u32>) -> Result<Seen, LookError> {
-        let mut seen = Seen { at, pfs: BTreeMap::new(), rp_filter_all: self.roots.rp_filter_all() };
+        let mut seen = Seen { at, rp_filter_all: self.roots.rp_filter_all(), ..Seen::default() };
         let mut more = BTreeMap::new();
         for pf in &config.pfs {
             let Some((mut found, others)) = self.roots.pf(&pf.netdev, pf.vfs) else { continue };
@@ -111,8 +111,8 @@ impl Looker {
             });
             let Some(device) = device else { continue };
             vf.objects = rdma.objects(device.index).map_err(failed(format!("the objects of {}", device.name)))?;
-            vf.verbs =
-                Some(VerbsSeen { name: device.name.clone(), mode: nodes.get(&device.name).map_or(0, Node::mode) });
+            let mode = nodes.get(&device.name).map_or(0, Node::mode);
+            vf.verbs = Some(VerbsSeen { name: device.name.clone(), mode, active: device.active });
         }
         for (id, vf) in vfs(seen) {
             let node = vf.verbs.as_ref().and_then(|v| nodes.get(&v.name));
@@ -134,8 +134,10 @@ impl Looker {
         let users = users(&self.roots.proc, &devices, except);
         for (number, pids) in &users {
             let Some(id) = self.owners.get(number) else { continue };
-            let vf = seen.pfs.get_mut(&id.pf).and_then(|pf| pf.vfs.get_mut(&id.index));
-            vf.into_iter().for_each(|vf| vf.users.extend(pids));
+            match seen.pfs.get_mut(&id.pf).and_then(|pf| pf.vfs.get_mut(&id.index)) {
+                Some(vf) => vf.users.extend(pids),
+                None => seen.leaving.entry(id.clone()).or_default().extend(pids),
+            }
         }
         // A number is remembered while a device or a descriptor has it.
         let nodes = self.roots.nodes();
@@ -182,6 +184,10 @@ mod tests {
         assert_eq!(users(&mut looker, &[77]), [0; 0]);
         std::fs::remove_dir_all(tree.0.sys.join("class/infiniband_verbs")).unwrap();
         assert_eq!(users(&mut looker, &[]), [77]);
+        // Its VF is removed, too.
+        let mut seen = Seen::default();
+        looker.add_users(&mut seen, &BTreeMap::new(), &BTreeSet::new());
+        assert_eq!(seen.leaving, BTreeMap::from([(id.clone(), BTreeSet::from([77]))]));
         std::fs::remove_file(tree.0.proc.join("77/fd/5")).unwrap();
         assert_eq!(users(&mut looker, &[]), [0; 0]);
         assert!(looker.owners.is_empty());

@@ -33,7 +33,7 @@ use rustix::thread::CapabilitySet;
 use unirdma_device::lock;
 use unirdma_vf::{Change, Config, LeaseId, Leases, Part, Phase, Problem, Seen, State, VfId, states};
 
-use crate::admin::{VF_KINDS, VfInfo, VfsInfo};
+use crate::admin::{VF_KINDS, VfAnswers, VfInfo, VfsInfo};
 use lease_server::{LeaseServer, Tell};
 pub(crate) use lender::{Borrower, LendError, Lender};
 use log_file::LogFile;
@@ -77,6 +77,8 @@ struct PoolState {
     seen: Seen,
     leases: Leases,
     log: LogFile,
+    /// What programs were answered.
+    answers: VfAnswers,
     /// Requests that have waited and got a VF, or have waited for too long, until the programs are told.
     changes: Vec<Change>,
     /// Contexts that programs have got from this supervisor, by lease and vRNIC. Their number is at least 1.
@@ -130,7 +132,8 @@ impl Pool {
         let adopted = leases.iter().filter(|l| l.phase == Phase::Open).map(|l| l.id).collect();
         let (changes, contexts) = (Vec::new(), BTreeMap::new());
         let notices = Vec::new();
-        let state = PoolState { seen, leases, log, changes, contexts, adopted, problems, notices, step: None };
+        let answers = VfAnswers::default();
+        let state = PoolState { seen, leases, log, answers, changes, contexts, adopted, problems, notices, step: None };
         let (wake, changed) = (event()?, event()?);
         let (stopping, state) = (AtomicBool::new(false), Mutex::new(state));
         let pool = Arc::new(Pool { config, began, roots: looker.roots.clone(), wake, changed, stopping, state });
@@ -180,7 +183,7 @@ impl Pool {
         });
         let notices = state.problems.iter().chain(&state.notices).cloned().chain(late).collect();
         let drained = leases.drained().map(Part::to_string).collect();
-        VfsInfo { vfs, waiting: leases.waiting().count(), drained, notices }
+        VfsInfo { vfs, waiting: leases.waiting().count(), drained, notices, answers: state.answers }
     }
 }
 
@@ -207,7 +210,7 @@ fn kind(state: &State) -> &'static str {
     let [absent, raw, ready, leased, dirty, foreign] = VF_KINDS;
     match state {
         State::Absent => absent,
-        State::Raw => raw,
+        State::Raw | State::NoLink => raw,
         State::Ready => ready,
         State::Leased(_) => leased,
         State::Dirty(_) => dirty,

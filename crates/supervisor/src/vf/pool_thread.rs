@@ -175,10 +175,8 @@ impl PoolThread {
     fn apply(&mut self, step: &Step) -> bool {
         let shown = Shown(step).to_string();
         if let Step::Evict { lease } = step {
-            tracing::warn!("VFs: {shown}");
-            let mut state = lock(&self.pool.state);
-            state.leases.evict(*lease, self.pool.began.elapsed());
-            state.keep_records_or_log();
+            tracing::warn!("VFs: {shown}{}", self.pool.users(*lease));
+            self.pool.evict(*lease);
             return true;
         }
         // The steps of a VF follow each other.

@@ -1,5 +1,5 @@
-//! RDMA netlink (`rdma/rdma_netlink.h` of the kernel's user interface): verbs devices, their network devices and the
-//! objects that programs have on them.
+//! RDMA netlink (`rdma/rdma_netlink.h` of the kernel's user interface): verbs devices, their network devices and ports,
+//! and the objects that programs have on them.
 
 use std::io;
 
@@ -18,6 +18,7 @@ const CMD_PORT_GET: u16 = 5;
 
 const DEV_INDEX: u16 = 1;
 const DEV_NAME: u16 = 2;
+const PORT_STATE: u16 = 12;
 const RES_KERN_NAME: u16 = 29;
 const NDEV_INDEX: u16 = 50;
 const NDEV_NAME: u16 = 51;
@@ -46,7 +47,12 @@ pub(super) struct Device {
     pub name: String,
     /// The number of the network device of its first port that has one.
     pub netdev: Option<u32>,
+    /// One of its ports is active.
+    pub active: bool,
 }
+
+/// `IB_PORT_ACTIVE`.
+const ACTIVE: u8 = 4;
 
 /// RDMA netlink.
 pub(super) struct Rdma(Requests);
@@ -69,7 +75,9 @@ impl Rdma {
             // The device may have gone meanwhile.
             let ports =
                 self.0.ask(NLDEV | CMD_PORT_GET, NLM_F_DUMP, &attribute(DEV_INDEX, &device.index.to_ne_bytes()));
-            device.netdev = ports.unwrap_or_default().iter().find_map(|m| netdev(&m.body));
+            let ports = ports.unwrap_or_default();
+            device.netdev = ports.iter().find_map(|m| netdev(&m.body));
+            device.active = ports.iter().any(|m| is_active(&m.body));
         }
         Ok(devices)
     }
@@ -105,11 +113,15 @@ fn device(body: &[u8]) -> Option<Device> {
     let index = number(find(body, DEV_INDEX)?)?;
     let name = find(body, DEV_NAME)?;
     let name = std::str::from_utf8(name.strip_suffix(&[0]).unwrap_or(name)).ok()?;
-    Some(Device { index, name: name.into(), netdev: None })
+    Some(Device { index, name: name.into(), netdev: None, active: false })
 }
 
 fn netdev(body: &[u8]) -> Option<u32> {
     number(find(body, NDEV_INDEX)?)
+}
+
+fn is_active(body: &[u8]) -> bool {
+    find(body, PORT_STATE).is_some_and(|state| state.first() == Some(&ACTIVE))
 }
 
 /// Counts the entries of lists, without the kernel's own. Only these have a name of their owner.
@@ -182,10 +194,17 @@ mod tests {
     }
 
     #[test]
+    fn a_port_is_active_or_not() {
+        let states = [1, 3, 4, 5].map(|state| is_active(&attribute(PORT_STATE, &[state])));
+        assert_eq!(states, [false, false, true, false]);
+        assert!(!is_active(&attribute(PORT_STATE, &[])) && !is_active(&qps()));
+    }
+
+    #[test]
     fn any_bytes_are_parsed() {
         let parse = |body: &[u8]| {
             let message = Message { kind: 0, flags: 0, sequence: 0, body: body.to_vec() };
-            (device(body), netdev(body), count_objects(&[message], QP))
+            (device(body), netdev(body), is_active(body), count_objects(&[message], QP))
         };
         let whole = qps();
         for cut in 0..whole.len() {

@@ -51,15 +51,16 @@ impl Roots {
         if !device.is_dir() {
             return None;
         }
-        let number = |file| read(&device.join(file)).unwrap_or(0);
+        let indices = entries(&device).into_iter().filter_map(|name| name.strip_prefix("virtfn")?.parse().ok());
         let mut pf = PfSeen {
             driver: link_name(&device.join("driver")).unwrap_or_default(),
-            numvfs: number("sriov_numvfs"),
-            totalvfs: number("sriov_totalvfs"),
+            // `sriov_numvfs` cannot be read while a removal of VFs waits for programs.
+            numvfs: indices.max().map_or(0, |last: u16| last.saturating_add(1)),
+            totalvfs: read(&device.join("sriov_totalvfs")).unwrap_or(0),
             vfs: BTreeMap::new(),
         };
         let mut more = BTreeMap::new();
-        for index in 0..most.min(pf.numvfs) {
+        for index in 0..most {
             if let Some((vf, m)) = self.vf(&device.join(format!("virtfn{index}"))) {
                 pf.vfs.insert(index, vf);
                 more.insert(index, m);
@@ -120,7 +121,7 @@ impl Roots {
             vf.netdev = Some(self.netdev(&name));
         }
         let verbs = entries(&link.join("infiniband")).into_iter().next();
-        vf.verbs = verbs.map(|name| VerbsSeen { name, mode: 0 });
+        vf.verbs = verbs.map(|name| VerbsSeen { name, mode: 0, active: false });
         Some((vf, more))
     }
 
@@ -268,7 +269,7 @@ pub(super) mod tests {
             ..NetdevSeen::default()
         };
         assert_eq!(vf.netdev, Some(netdev));
-        assert_eq!(vf.verbs, Some(VerbsSeen { name: "mlx5_7".into(), mode: 0 }));
+        assert_eq!(vf.verbs, Some(VerbsSeen { name: "mlx5_7".into(), mode: 0, active: false }));
         assert_eq!(more[&0].ifindex, Some(12));
         assert_eq!(pf.vfs[&1], VfSeen { pci: "0000:01:10.1".into(), ..VfSeen::default() });
         assert_eq!(tree.0.rp_filter_all(), 1);

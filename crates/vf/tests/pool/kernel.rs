@@ -51,10 +51,35 @@ impl Kernel {
         self.0.pfs.get_mut(&id.pf).unwrap().vfs.get_mut(&id.index).unwrap()
     }
 
+    /// Takes a PF out. Processes keep what they have open.
+    pub fn unplug(&mut self, pf: &str) {
+        for (index, vf) in self.0.pfs.remove(pf).into_iter().flat_map(|p| p.vfs) {
+            if !vf.users.is_empty() {
+                self.0.leaving.insert(VfId { pf: pf.into(), index }, vf.users);
+            }
+        }
+    }
+
+    /// A process closes what it has open.
+    pub fn exit(&mut self, pid: u32) {
+        let all = self.0.pfs.values_mut().flat_map(|p| p.vfs.values_mut()).map(|vf| &mut vf.users);
+        all.chain(self.0.leaving.values_mut()).for_each(|users| _ = users.remove(&pid));
+        self.0.leaving.retain(|_, users| !users.is_empty());
+    }
+
+    /// All processes that have a VF's device open close it.
+    pub fn exit_all(&mut self, id: &VfId) {
+        self.0.leaving.remove(id);
+        if let Some(vf) = self.0.pfs.get_mut(&id.pf).and_then(|pf| pf.vfs.get_mut(&id.index)) {
+            vf.users.clear();
+        }
+    }
+
     pub fn apply(&mut self, step: Step, leases: &mut Leases, now: Duration) {
         match step {
             Step::Create { pf, vfs } => {
                 assert!(config().pfs.iter().any(|p| p.netdev == pf && vfs <= p.vfs), "{pf}: {vfs} VFs");
+                assert!(self.0.leaving.keys().all(|vf| vf.pf != pf), "{pf}: a removal of its VFs waits for programs");
                 self.make_vfs(&pf, vfs);
             }
             Step::Set { vf, what } => {
@@ -74,7 +99,7 @@ impl Kernel {
                 vf.driver = Some(if driver == Driver::Vfio { "vfio-pci" } else { "kernel" }.into());
                 if driver == Driver::Kernel {
                     vf.netdev = Some(NetdevSeen { name: pci.clone(), mac: vf.settings.mac, ..NetdevSeen::default() });
-                    vf.verbs = (id.pf != "ens1").then_some(VerbsSeen { name: pci, mode: 0o666 });
+                    vf.verbs = (id.pf != "ens1").then_some(VerbsSeen { name: pci, mode: 0o666, active: true });
                 }
             }
             Step::Netdev { vf, netdev, addresses, neighbours } => {
@@ -85,7 +110,7 @@ impl Kernel {
                 n.neighbours.extend(neighbours);
             }
             Step::AddRxe { vf, netdev } => {
-                self.vf(&vf).verbs = Some(VerbsSeen { name: format!("rxe_{netdev}"), mode: 0o666 });
+                self.vf(&vf).verbs = Some(VerbsSeen { name: format!("rxe_{netdev}"), mode: 0o666, active: true });
             }
             Step::NodeMode { vf, verbs, mode } => {
                 let v = self.vf(&vf).verbs.as_mut().unwrap();

@@ -34,6 +34,7 @@ proptest! {
         world.turn(Event::Plug { on: true });
         for (_, id) in config().vfs() {
             world.turn(Event::Refuse { vf: id.clone(), on: false });
+            world.turn(Event::Link { vf: id.clone(), on: true });
             world.turn(Event::Drain { vf: id.clone(), whole: false, on: false });
             world.turn(Event::Drain { vf: id.clone(), whole: true, on: false });
             world.turn(Event::Exit { vf: id.clone() });
@@ -121,6 +122,19 @@ fn a_dry_pool_waits_goes_soft_or_refuses() {
     assert!(matches!(&changes[1..], [Change::Granted { ticket, vf, .. }] if *ticket == first && *vf == lease.vf));
     world.now += WAIT;
     assert_eq!(world.leases.tick(&world.config, &seen(&world), world.now), [Change::TimedOut { ticket: second }]);
+}
+
+#[test]
+fn a_lease_that_has_lingered_is_not_used_again_before_its_vf_is_returned() {
+    let mut world = World::new();
+    world.apply();
+    let Answer::Has { lease, vf } = ask(&mut world, 1, Dry::Refuse) else { panic!() };
+    for (waits, is_same) in [(LINGER - Duration::from_secs(1), true), (LINGER, false)] {
+        world.leases.end(lease, "i1-0", world.now);
+        world.now += waits;
+        let Answer::Has { lease: next, vf: other } = ask(&mut world, 1, Dry::Refuse) else { panic!() };
+        assert_eq!((next == lease, other == vf), (is_same, is_same));
+    }
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub enum Event {
     Exit {
         vf: VfId,
     },
-    /// The second PF is taken out, or put in again.
+    /// The second PF is taken out, which does not end its VFs' programs, or put in again.
     Plug {
         on: bool,
     },
@@ -43,6 +43,11 @@ pub enum Event {
     },
     Unbind {
         vf: VfId,
+    },
+    /// The port of a VF becomes active, or is not any more.
+    Link {
+        vf: VfId,
+        on: bool,
     },
     Drain {
         vf: VfId,
@@ -73,6 +78,7 @@ pub fn event() -> impl Strategy<Value = Event> {
         2 => (vf(), 0..3u8).prop_map(|(vf, how)| Event::Intrude { vf, how }),
         1 => any::<bool>().prop_map(|on| Event::Plug { on }),
         1 => vf().prop_map(|vf| Event::Unbind { vf }),
+        2 => (vf(), any::<bool>()).prop_map(|(vf, on)| Event::Link { vf, on }),
         2 => (vf(), any::<bool>(), any::<bool>()).prop_map(|(vf, whole, on)| Event::Drain { vf, whole, on }),
         1 => (vf(), any::<bool>()).prop_map(|(vf, on)| Event::Refuse { vf, on }),
         1 => prop::option::of((0..4_000usize, 1..255u8)).prop_map(|damage| Event::Restart { damage }),
@@ -150,6 +156,9 @@ impl World {
         if self.leased.insert(lease) {
             assert!(lease > self.last, "{lease} is a number of another lease");
             assert!(!self.kernel.vf(vf).is_used(), "{vf} was leased while it is used");
+            let is_verbs = self.leases.iter().any(|l| l.id == lease && l.purpose == Purpose::Verbs);
+            let is_active = self.kernel.vf(vf).verbs.as_ref().is_some_and(|v| v.active);
+            assert!(!is_verbs || is_active, "{vf} was leased without a link");
             let is_first = |w: &&Waiter| {
                 (vf.pf == "ens1" || w.request.group == "g0") && w.request.pf.as_ref().is_none_or(|pf| *pf == vf.pf)
             };
@@ -191,8 +200,7 @@ impl World {
                 self.leases.end(lease, &vrnic, self.now);
                 if !keeps && !self.contexts.iter().any(|(l, _)| *l == lease) {
                     let pid = 100 + lease.0 as u32;
-                    let all = self.kernel.0.pfs.values_mut().flat_map(|p| p.vfs.values_mut());
-                    all.for_each(|vf| vf.users.retain(|p| *p != pid));
+                    self.kernel.exit(pid);
                 }
             }
             Event::Cancel { nth } => {
@@ -201,8 +209,8 @@ impl World {
                     self.waiting.remove(&ticket);
                 }
             }
-            Event::Exit { vf } if self.exists(&vf) => {
-                self.kernel.vf(&vf).users.clear();
+            Event::Exit { vf } => {
+                self.kernel.exit_all(&vf);
                 let gone = self.leases.of(&vf).map(|l| l.id);
                 let (ended, open) = std::mem::take(&mut self.contexts).into_iter().partition(|c| Some(c.0) == gone);
                 self.contexts = open;
@@ -222,13 +230,16 @@ impl World {
                     _ => {}
                 }
             }
-            Event::Plug { on: false } => drop(self.kernel.0.pfs.remove("ens2")),
+            Event::Plug { on: false } => self.kernel.unplug("ens2"),
             Event::Plug { on: true } => {
                 self.kernel.0.pfs.entry("ens2".into()).or_insert_with(second_pf);
             }
             Event::Unbind { vf } if self.exists(&vf) => {
                 let vf = self.kernel.vf(&vf);
                 (vf.driver, vf.netdev, vf.verbs) = (None, None, None);
+            }
+            Event::Link { vf, on } if self.exists(&vf) => {
+                self.kernel.vf(&vf).verbs.as_mut().into_iter().for_each(|v| v.active = on);
             }
             Event::Drain { vf, whole, on } => {
                 self.leases.drain(if whole { Part::Pf(vf.pf) } else { Part::Vf(vf) }, on);
@@ -287,7 +298,9 @@ impl World {
                 }
                 Change::TimedOut { ticket } => drop(self.waiting.remove(&ticket).unwrap()),
                 Change::Returned { vf, .. } => {
-                    assert!(self.kernel.0.vf(&vf).is_none_or(|vf| !vf.is_used()), "{vf} is used");
+                    let seen = &self.kernel.0;
+                    assert!(seen.vf(&vf).is_none_or(|vf| !vf.is_used()), "{vf} is used");
+                    assert!(!seen.leaving.contains_key(&vf), "{vf} is used, and gone");
                 }
                 Change::Ended { .. } => {}
             }

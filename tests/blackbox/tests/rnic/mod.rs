@@ -1,7 +1,8 @@
 //! VFs of a real RNIC, in virtual machines whose network card has four VFs with the kernel's soft RNIC: what the kernel
-//! does, the pool, its leases, and programs on VFs.
+//! does, the pool, its leases, programs on VFs, and faults.
 
 mod facts;
+mod faults;
 mod leases;
 mod pool;
 mod way_vf;
@@ -18,4 +19,5 @@ pub(crate) fn tests(t: &mut Tests) {
     pool::tests(t, with_ours);
     leases::tests(t, with_ours);
     way_vf::tests(t, with_ours);
+    faults::tests(t, with_ours);
 }

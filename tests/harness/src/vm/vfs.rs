@@ -116,7 +116,7 @@ impl Vfs {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
             image.our_libraries()?;
-            ["count-calls", "vf-contexts"].iter().try_for_each(|p| image.compile(p))?;
+            ["count-calls", "vf-contexts", "vf-events"].iter().try_for_each(|p| image.compile(p))?;
             image.takes_containers();
         }
         let initrd = dir.join("initrd.cpio");

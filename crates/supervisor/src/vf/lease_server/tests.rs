@@ -18,6 +18,7 @@ use unirdma_vf::{
 use super::super::Pool;
 use super::super::tree::tests::Temporary;
 use super::*;
+use crate::admin::VfAnswers;
 
 const PF: &str = "lo";
 const VLAN: u16 = 100;
@@ -195,7 +196,7 @@ fn pf(vfs: u16, config: &Config) -> PfSeen {
     let vf = |index| {
         let mac = config.pfs[0].mac_of(index);
         let netdev = NetdevSeen { name: format!("v{index}"), mac, mtu: 1500, ..NetdevSeen::default() };
-        let verbs = VerbsSeen { name: format!("mlx5_{index}"), mode: 0o666 };
+        let verbs = VerbsSeen { name: format!("mlx5_{index}"), mode: 0o666, active: true };
         let driver = Some("mlx5_core".into());
         VfSeen { driver, netdev: Some(netdev), verbs: Some(verbs), ..VfSeen::default() }
     };
@@ -435,6 +436,26 @@ fn a_vf_that_the_kernel_does_not_set_up_is_given_to_nobody() {
 }
 
 #[test]
+fn a_program_waits_for_the_link_of_its_vf() {
+    let host = Host::new(1, Dry::Wait(Duration::from_secs(60)));
+    host.add("a", Way::Vf);
+    let link = |on| host.vf(0, |vf| vf.verbs.as_mut().unwrap().active = on);
+    link(false);
+    until("the VF has no link", || host.states() == ["raw"]);
+    let first = host.ask("a");
+    assert_eq!(first.kind(), WAITS);
+    link(true);
+    assert_eq!(first.kind(), HAS);
+    // The link goes while the vRNIC has the VF: its first program keeps it, and the next one waits.
+    link(false);
+    let second = host.ask("a");
+    until("the second program has a context", || host.lender.way("a").contexts == 2);
+    assert_eq!(host.states(), ["leased"]);
+    link(true);
+    assert_eq!(second.kind(), HAS);
+}
+
+#[test]
 fn programs_whose_vf_or_vrnic_is_gone_are_told() {
     let host = Host::new(1, Dry::Refuse);
     host.add("a", Way::Vf);
@@ -447,13 +468,35 @@ fn programs_whose_vf_or_vrnic_is_gone_are_told() {
         assert!(p.has_ended());
     }
     until("the worker is told", || lock(&host.told).last().is_some_and(|t| t == "a has nothing"));
-    host.vf(0, |vf| vf.verbs = Some(VerbsSeen { name: "mlx5_0".into(), mode: 0o600 }));
+    host.vf(0, |vf| vf.verbs = Some(VerbsSeen { name: "mlx5_0".into(), mode: 0o600, active: true }));
     until("it is back", || host.ask("a").kind() == HAS);
     until("the VF is free again", || host.states() == ["ready"]);
     let a = host.ask("a");
     assert_eq!(a.kind(), HAS);
     host.lender.remove("a");
     assert_eq!(a.hear().text, "the vRNIC was removed");
+}
+
+#[test]
+fn answers_are_counted() {
+    let answers = |host: &Host| lock(&host.pool.state).answers;
+    let host = Host::new(1, Dry::Refuse);
+    host.add_with("a", |b| b.max_programs = 1);
+    host.add("b", Way::Vf);
+    host.add_with("c", |b| (b.group, b.vlan) = ("red".into(), 0));
+    let a = host.ask("a");
+    assert_eq!((a.kind(), host.ask("a").kind()), (HAS, REFUSED));
+    assert_eq!((host.ask("b").kind(), host.ask("c").kind()), (REFUSED, REFUSED));
+    host.vf(0, |vf| vf.verbs = None);
+    assert_eq!(a.kind(), EVICTED);
+    let expected = VfAnswers { evicted: 1, refusals: [1, 0, 1, 0, 1], ..VfAnswers::default() };
+    assert_eq!(answers(&host), expected);
+    let host = Host::new(1, Dry::Wait(Duration::from_millis(50)));
+    ["a", "b"].iter().for_each(|name| host.add(name, Way::Vf));
+    let _a = host.ask("a");
+    let b = host.ask("b");
+    assert_eq!((b.kind(), b.kind()), (WAITS, REFUSED));
+    assert_eq!(answers(&host), VfAnswers { waits: 1, refusals: [0, 1, 0, 0, 0], ..VfAnswers::default() });
 }
 
 #[test]
