@@ -2,6 +2,8 @@
  *
  * count-calls PROGRAM ARGUMENT...   runs a program, and prints how many system calls all its threads have made: each
  *                                   number with its count, and the sum
+ *
+ * A program that calls syscall(SECTION, n) has the calls that follow counted in section n, from 0, where it begins.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -17,10 +19,13 @@
 enum { SYSTEM_CALL = SIGTRAP | 0x80 };
 /* Numbers of system calls are below this. */
 enum { CALLS = 1024 };
+/* The kernel has no such system call. */
+enum { SECTION = 1000, SECTIONS = 8 };
 
 int main(int argc, char **argv)
 {
-	unsigned long sum = 0, of[CALLS] = { 0 };
+	static unsigned long of[SECTIONS][CALLS];
+	unsigned long sum = 0, section = 0;
 	int status, code = 1;
 	pid_t child;
 
@@ -52,18 +57,23 @@ int main(int argc, char **argv)
 			struct __ptrace_syscall_info info;
 
 			ptrace(PTRACE_GET_SYSCALL_INFO, pid, sizeof(info), &info);
-			if (info.op == PTRACE_SYSCALL_INFO_ENTRY && info.entry.nr < CALLS)
-				of[info.entry.nr]++;
+			if (info.op != PTRACE_SYSCALL_INFO_ENTRY || info.entry.nr >= CALLS)
+				;
+			else if (info.entry.nr == SECTION)
+				section = info.entry.args[0] < SECTIONS ? info.entry.args[0] : 0;
+			else
+				of[section][info.entry.nr]++;
 		} else if (WSTOPSIG(status) != SIGTRAP && WSTOPSIG(status) != SIGSTOP) {
 			signal = WSTOPSIG(status);
 		}
 		ptrace(PTRACE_SYSCALL, pid, 0, signal);
 	}
-	for (int n = 0; n < CALLS; n++) {
-		sum += of[n];
-		if (of[n])
-			printf("call %d: %lu\n", n, of[n]);
-	}
+	for (int i = 0; i < SECTIONS; i++)
+		for (int n = 0; n < CALLS; n++) {
+			sum += of[i][n];
+			if (of[i][n])
+				printf("section %d, call %d: %lu\n", i, n, of[i][n]);
+		}
 	printf("system calls: %lu\n", sum);
 	return code;
 }

@@ -10,30 +10,31 @@ use crate::support::*;
 const ONE: &str = "pf,vfs=1,vlan,10.50.0.10/24,rxe";
 
 /// A program that has connected to a lease socket.
-struct Program<'a> {
+pub(super) struct Program<'a> {
     vfs: &'a Vfs,
     task: Task,
 }
 
 impl<'a> Program<'a> {
     /// Starts one that asks for a VF of a vRNIC.
-    fn ask(vfs: &'a Vfs, vrnic: &str) -> Result<Program<'a>> {
+    pub(super) fn ask(vfs: &'a Vfs, vrnic: &str) -> Result<Program<'a>> {
         Program::start(vfs, vrnic, "")
     }
 
-    fn start(vfs: &'a Vfs, vrnic: &str, arguments: &str) -> Result<Program<'a>> {
+    /// Starts one with further arguments.
+    pub(super) fn start(vfs: &'a Vfs, vrnic: &str, arguments: &str) -> Result<Program<'a>> {
         let command = format!("echo pid $$; exec lease {DIR}/vrnics/{vrnic}/lease.sock {arguments}");
         Ok(Program { vfs, task: vfs.spawn(&command)? })
     }
 
     /// Waits until it has printed a text.
-    fn prints(&self, text: &str) -> Check {
+    pub(super) fn prints(&self, text: &str) -> Check {
         let has = || Ok(self.task.text().contains(text));
         let printed = harness::within(SOON, has, &format!("a program does not print `{text}`"));
         printed.map_err(|e| format!("{e}, but: {}", self.task.text())).map(drop)
     }
 
-    fn end(self) -> Check {
+    pub(super) fn end(self) -> Check {
         let text = self.task.text();
         let pid = text.split_whitespace().nth(1).ok_or("no PID")?.to_owned();
         self.vfs.must(&format!("kill -9 {pid}"))?;
@@ -49,7 +50,7 @@ impl Pool<'_> {
         names.iter().try_for_each(|name| self.must(&format!("vrnic add {name} --group blue --way vf")).map(drop))
     }
 
-    fn way(&self, vrnic: &str) -> Result<Value> {
+    pub(super) fn way(&self, vrnic: &str) -> Result<Value> {
         let text = self.must(&format!("vrnic show {vrnic} --json"))?;
         let shown: Value = serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"))?;
         Ok(shown["way"].clone())
@@ -105,6 +106,7 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         second.prints("waits at 1")?;
         let third = Program::ask(vfs, "c")?;
         third.prints("waits at 2")?;
+        require(pool.info()?["waiting"] == 2, pool.explain("two programs wait"))?;
         second.end()?;
         third.prints("waits at 1")?;
         first.end()?;
@@ -119,6 +121,8 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
             first.prints("context: works").map_err(|e| pool.explain(&e))?;
             let second = Program::ask(vfs, "b")?;
             second.prints(text)?;
+            let info = pool.info()?;
+            require(info["waiting"] == 0 && info["vfs"][0]["kind"] == "leased", info.to_string())?;
             first.end()?;
             second.end()?;
         }

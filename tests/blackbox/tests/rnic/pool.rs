@@ -41,7 +41,7 @@ impl<'a> Pool<'a> {
         self.vfs.must(&format!("unirdma --dir {DIR} {arguments}"))
     }
 
-    fn info(&self) -> Result<Value> {
+    pub(super) fn info(&self) -> Result<Value> {
         let o = self.unirdma("vf ls --json")?;
         serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))
     }

@@ -1,32 +1,41 @@
 //! vRNICs of the way `vf`: unmodified programs in containers whose data path is a VF's, in a virtual machine whose
 //! network card has four VFs with the kernel's soft RNIC.
 
+use std::collections::BTreeMap;
+
 use harness::vm::Vfs;
 use serde_json::Value;
 
 use super::pool::{DIR, Pool, SOON};
 use crate::support::*;
 
-/// A pool, and the vRNICs a, b of the way `vf` and s of the way `soft`, all of group blue.
+/// A pool whose vRNICs are used by containers.
 pub(super) struct Layer<'a> {
     pub(super) vfs: &'a Vfs,
     pub(super) pool: Pool<'a>,
 }
 
 impl<'a> Layer<'a> {
+    /// One for a pool, when its VFs can be given out.
+    pub(super) fn on(vfs: &'a Vfs, pool: Pool<'a>) -> Result<Layer<'a>> {
+        pool.all_ready()?;
+        Ok(Layer { vfs, pool })
+    }
+
+    /// One with the vRNICs a, b of the way `vf` and s of the way `soft`, all of group blue.
     pub(super) fn start(vfs: &'a Vfs) -> Result<Layer<'a>> {
         Layer::start_with(vfs, "--vf-linger 1s --vf-dry soft")
     }
 
     /// As [`Layer::start`], with these options in place of its own.
     pub(super) fn start_with(vfs: &'a Vfs, options: &str) -> Result<Layer<'a>> {
-        let pool = Pool::start(vfs, &format!("pf,vfs=4,fabric=blue,10.50.0.10/24,rxe {options}"))?;
-        pool.must("group add blue")?;
-        pool.all_ready()?;
-        pool.must("vrnic add a --way vf --group blue --ip 10.0.0.1")?;
-        pool.must("vrnic add b --way vf --group blue --ip 10.0.0.2")?;
-        pool.must("vrnic add s --group blue --ip 10.0.0.3")?;
-        Ok(Layer { vfs, pool })
+        let pf = format!("pf,vfs=4,fabric=blue,10.50.0.10/24,rxe {options}");
+        let layer = Layer::on(vfs, Pool::start(vfs, &pf)?)?;
+        layer.pool.must("group add blue")?;
+        layer.pool.must("vrnic add a --way vf --group blue --ip 10.0.0.1")?;
+        layer.pool.must("vrnic add b --way vf --group blue --ip 10.0.0.2")?;
+        layer.pool.must("vrnic add s --group blue --ip 10.0.0.3")?;
+        Ok(layer)
     }
 
     /// The command that runs a program in a vRNIC's container.
@@ -39,7 +48,7 @@ impl<'a> Layer<'a> {
     }
 
     /// Runs a server, and its client as soon as the server listens.
-    fn pair(&self, server: (&str, &str), client: (&str, &str)) -> Result<(Output, Output)> {
+    pub(super) fn pair(&self, server: (&str, &str), client: (&str, &str)) -> Result<(Output, Output)> {
         let serving = self.vfs.spawn(&Layer::container(server.0, server.1))?;
         let mut last = None;
         let connects = || {
@@ -55,9 +64,14 @@ impl<'a> Layer<'a> {
         Ok((serving.finish(), last.ok_or("no client")?))
     }
 
-    /// Runs the same program on both sides, which must end well.
+    /// Runs the same program on a and on b, which must end well.
     pub(super) fn works(&self, program: &str) -> Check {
-        let both = self.pair(("a", program), ("b", &format!("{program} 10.0.0.1")))?;
+        self.works_between("a", "b", "10.0.0.1", program)
+    }
+
+    /// Runs the same program on a server, which has this address, and on a client. Both must end well.
+    pub(super) fn works_between(&self, server: &str, client: &str, address: &str, program: &str) -> Check {
+        let both = self.pair((server, program), (client, &format!("{program} {address}")))?;
         both_end_well(both).map_err(|e| self.pool.explain(&format!("{program}: {e}")))
     }
 }
@@ -66,6 +80,20 @@ impl<'a> Layer<'a> {
 fn says(o: &Output, text: &str) -> Check {
     let lines: Vec<&str> = o.text.lines().filter(|l| l.starts_with("unirdma: ")).collect();
     require(!o.ok() && lines.len() == 1 && lines[0].contains(text), format!("expected `{text}`: {}", o.text))
+}
+
+/// Counts of system calls by their numbers, in a section of what `count-calls` has printed.
+fn calls_of(o: &Output, section: u32) -> Result<BTreeMap<u32, u64>> {
+    let begin = format!("section {section}, call ");
+    let lines = o.text.lines().filter_map(|l| l.strip_prefix(&begin)?.split_once(": "));
+    let counts: BTreeMap<u32, u64> =
+        lines.filter_map(|(n, c)| Some((n.parse().ok()?, c.trim().parse().ok()?))).collect();
+    require(o.ok() && !counts.is_empty(), o.text.clone()).map(|()| counts)
+}
+
+/// The sum of the counts of these system calls.
+fn sum(counts: &BTreeMap<u32, u64>, of: &[u32]) -> u64 {
+    of.iter().filter_map(|n| counts.get(n)).sum()
 }
 
 /// The number that `count-calls` has printed.
@@ -179,5 +207,25 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
             hosted <= alone + slack,
             format!("1000 more requests take {hosted} more calls, and {alone} on the VF alone"),
         )
+    });
+    t.on_mut(vfs, "way vf: registration sends no message, and a connection asks once for its destination", |vfs| {
+        const TIMES: u64 = 20;
+        // As on x86-64, which the machine has.
+        const WRITE: u32 = 1;
+        const IOCTL: u32 = 16;
+        const SENDTO: u32 = 44;
+        const SENDMSG: u32 = 46;
+        let layer = Layer::start(vfs)?;
+        let hosted = layer.run("a", "count-calls vf-costs unirdma0 calls")?;
+        let alone = vfs.run(&format!("count-calls vf-costs {} calls", layer.pool.of(3, "verbs")?))?;
+        let (ours, theirs) = (calls_of(&hosted, 1)?, calls_of(&alone, 1)?);
+        let commands = |counts: &BTreeMap<u32, u64>| sum(counts, &[WRITE, IOCTL]);
+        let totals = (ours.values().sum::<u64>(), theirs.values().sum::<u64>());
+        let same = commands(&ours) == commands(&theirs) && totals.0 == totals.1;
+        require(same && sum(&ours, &[SENDTO, SENDMSG]) == 0, format!("registration: {ours:?}, alone {theirs:?}"))?;
+        let (ours, theirs) = (calls_of(&hosted, 2)?, calls_of(&alone, 2)?);
+        let messages = sum(&ours, &[SENDTO, SENDMSG]);
+        // The worker that a message finds awake is not woken.
+        require((TIMES / 2..=TIMES).contains(&messages), format!("connections: {ours:?}, alone {theirs:?}"))
     });
 }

@@ -28,6 +28,10 @@ const PROGRAMS: &[&str] = &[
     "ib_read_bw",
     "ib_send_bw",
     "ib_atomic_bw",
+    "ib_write_lat",
+    "ib_read_lat",
+    "ib_send_lat",
+    "ib_atomic_lat",
     "rping",
     "udaddy",
     "rstream",
@@ -116,7 +120,7 @@ impl Vfs {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
             image.our_libraries()?;
-            ["count-calls", "vf-contexts", "vf-events"].iter().try_for_each(|p| image.compile(p))?;
+            ["count-calls", "vf-contexts", "vf-costs", "vf-events"].iter().try_for_each(|p| image.compile(p))?;
             image.takes_containers();
         }
         let initrd = dir.join("initrd.cpio");
