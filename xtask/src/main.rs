@@ -94,7 +94,8 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Machines {
-    /// The facts on which the use of a real RNIC's VFs rests, in a virtual machine with four VFs
+    /// VFs of a real RNIC, in a virtual machine with four VFs: facts about the kernel, the pool, leases, and
+    /// Debian's programs on VFs
     Rnic {
         /// Only the tests whose name contains this
         #[arg(long, value_name = "TEXT")]

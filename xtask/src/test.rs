@@ -99,7 +99,7 @@ pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> R
     black_box(only, &parameters)
 }
 
-/// `cargo xtask vm rnic`: the black-box tests with the VFs of a real RNIC.
+/// `cargo xtask vm rnic`: the black-box tests with the VFs of a real RNIC, also the long ones.
 pub(crate) fn real_rnic(only: Option<&str>) -> Result<()> {
-    black_box(only, &[("BLACKBOX_TOPIC", "rnic")])
+    black_box(only, &[("BLACKBOX_TOPIC", "rnic"), ("BLACKBOX_LONG", "1")])
 }

@@ -5,8 +5,9 @@
 //! prints all names. Each test works without the others. What the selected tests use is built and installed first.
 //!
 //! Environment variables: `BLACKBOX_TOPIC` is the only topic whose tests there are, or the only set of topics:
-//! `alone`, `machines`, `beside`. `BLACKBOX_KERNEL` and `BLACKBOX_ROUNDS` are for guests, `BLACKBOX_SEED` and
-//! `BLACKBOX_SECONDS` for memory; `cargo xtask` sets them. `UNIRDMA_TEST_BUILT`: nothing is built first.
+//! `alone`, `machines`, `beside`. `BLACKBOX_KERNEL` and `BLACKBOX_ROUNDS` are for guests, `BLACKBOX_LONG` adds
+//! the long tests of VFs, `BLACKBOX_SEED` and `BLACKBOX_SECONDS` are for memory; `cargo xtask` sets them.
+//! `UNIRDMA_TEST_BUILT`: nothing is built first.
 
 mod attacks;
 mod c_programs;

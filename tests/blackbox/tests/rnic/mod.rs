@@ -4,12 +4,16 @@
 mod facts;
 mod faults;
 mod leases;
+mod long;
 mod pool;
 mod way_vf;
 
 use harness::vm::Vfs;
 
 use crate::support::*;
+
+/// If this environment variable is set, there are also the tests that take too long for each push.
+const LONG: &str = "BLACKBOX_LONG";
 
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
@@ -20,4 +24,7 @@ pub(crate) fn tests(t: &mut Tests) {
     leases::tests(t, with_ours);
     way_vf::tests(t, with_ours);
     faults::tests(t, with_ours);
+    if std::env::var_os(LONG).is_some() {
+        long::tests(t, with_ours);
+    }
 }
