@@ -59,9 +59,13 @@ fn command<T>(
 }
 
 fn resolve(net: &mut Net, end: usize, to: Gid) -> (Result<Gid, Status>, usize) {
+    resolve_for(net, end, to, QpType::Rc)
+}
+
+fn resolve_for(net: &mut Net, end: usize, to: Gid, typ: QpType) -> (Result<Gid, Status>, usize) {
     let s = net.session(end);
     let ask = |net: &mut Net| net.rnic(end).ask_to_resolve(s, to);
-    command(net, end, ask, |net| net.rnic(end).resolve_by_vf(s, 0, to, QpType::Rc).map(|p| Gid(p.gid)))
+    command(net, end, ask, |net| net.rnic(end).resolve_by_vf(s, 0, to, typ).map(|p| Gid(p.gid)))
 }
 
 fn name(net: &mut Net, end: usize, real: Gid) -> (Result<Gid, Status>, usize) {
@@ -84,14 +88,16 @@ fn a_vrnic_on_another_host_is_reached_by_its_vf_after_one_question() {
     assert_eq!(resolve(&mut net, 1, gid(0)), (Ok(vf(0)), 0));
     for end in [0, 1] {
         assert_eq!(name(&mut net, end, vf(1 - end)), (Ok(gid(1 - end)), 0));
-        assert_eq!(resolve(&mut net, end, vf(1 - end)), (Ok(vf(1 - end)), 0), "the GID of a GRH");
+        let there = vf(1 - end);
+        assert_eq!(resolve_for(&mut net, end, there, QpType::Ud), (Ok(there), 0), "the GID of a GRH");
+        assert_eq!(resolve(&mut net, end, there), (Err(Status::Unreachable), 0), "connections have other names");
     }
     // Later it is asked anew.
     net.run(SECOND);
     assert_eq!(name(&mut net, 1, vf(0)), (Ok(gid(0)), 1));
     assert_eq!(resolve(&mut net, 0, gid(1)), (Ok(vf(1)), 0), "the question says it, too");
     net.run(SECOND);
-    assert_eq!(resolve(&mut net, 0, vf(1)), (Ok(vf(1)), 1));
+    assert_eq!(resolve_for(&mut net, 0, vf(1), QpType::Ud), (Ok(vf(1)), 1));
     assert_eq!(name(&mut net, 0, ip(77)), (Err(Status::Unreachable), 0), "nobody has said that it has this VF");
     assert_eq!((questions(&mut net, 0), questions(&mut net, 1)), ((2, 0), (1, 0)));
 }
@@ -197,7 +203,7 @@ fn what_other_hosts_say_about_vrnics_that_are_not_theirs_is_dropped() {
     // It claims the VF of a vRNIC here.
     say(&mut net, 2, 2, Method::Get, vf(0));
     assert_eq!(name(&mut net, 0, vf(0)), (Ok(gid(0)), 0));
-    assert_eq!(resolve(&mut net, 0, vf(0)), (Ok(vf(0)), 0));
+    assert_eq!(resolve_for(&mut net, 0, vf(0), QpType::Ud), (Ok(vf(0)), 0));
     // It claims the VF of another host, which was known before.
     assert_eq!(resolve(&mut net, 0, gid(1)), (Ok(vf(1)), 1));
     say(&mut net, 2, 2, Method::Get, vf(1));

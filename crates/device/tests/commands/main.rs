@@ -124,8 +124,16 @@ fn programs_on_vfs_reach_each_other_by_the_gids_of_the_vfs() {
         (r.dgid, r.max_mtu)
     };
     for typ in [QpType::Rc, QpType::Uc, QpType::Ud] {
-        for (to, vf) in [(PEER, PEER_VF), (PEER_VF, PEER_VF), (OWN, OWN_VF), (OWN_VF, OWN_VF)] {
+        for (to, vf) in [(PEER, PEER_VF), (OWN, OWN_VF)] {
             assert_eq!(reach(to, typ), (gid(vf), 3), "{to} {typ:?}");
+        }
+    }
+    // The addresses of VFs are in GRHs of datagrams. No connection is made by them.
+    for vf in [PEER_VF, OWN_VF] {
+        assert_eq!(reach(vf, QpType::Ud), (gid(vf), 3), "{vf}");
+        for typ in [QpType::Rc, QpType::Uc] {
+            let status = w.me.call(Command::Resolve, resolve(vf, typ).as_bytes(), 1024).0;
+            assert_eq!(status, Status::Unreachable as u8, "{vf} {typ:?}");
         }
     }
     assert_eq!(reach("239.1.1.1", QpType::Ud), (gid("239.1.1.1"), 3));

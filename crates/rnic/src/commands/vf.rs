@@ -8,9 +8,9 @@ use crate::core::Core;
 use crate::objects::{SessionId, VfPath, VrnicId};
 
 impl Core {
-    /// RESOLVE: how the VF of the session's vRNIC reaches the holder of GID `dgid`. The GID of a VF of the group, which
-    /// a program has from a GRH, and a multicast group are reached by themselves. vRNICs on other hosts are known after
-    /// [`Core::ask_to_resolve`].
+    /// RESOLVE: how the VF of the session's vRNIC reaches the holder of GID `dgid`. Datagrams also reach a multicast
+    /// group, and the GID of a VF of the group, which a program has from a GRH. Connections do not: a vRNIC is
+    /// connected to by its own GIDs only. vRNICs on other hosts are known after [`Core::ask_to_resolve`].
     ///
     /// # Errors
     /// `BadState` if the vRNIC has no VF, `BadValue` if `sgid_index` is of none of its GIDs, `Unreachable` if the
@@ -20,9 +20,14 @@ impl Core {
         let v = self.objects.vrnics.get(vrnic.0).ok_or(Status::BadHandle)?;
         let own = v.vf_use.vf.ok_or(Status::BadState)?;
         u8::try_from(sgid_index).ok().and_then(|i| v.gid(i)).ok_or(Status::BadValue)?;
-        if dgid.ip().is_multicast() {
-            let is_datagram = typ == QpType::Ud;
-            return if is_datagram { Ok(VfPath { gid: dgid.0, ..own }) } else { Err(Status::Unreachable) };
+        let is_datagram = typ == QpType::Ud;
+        if dgid.ip().is_multicast() && is_datagram {
+            return Ok(VfPath { gid: dgid.0, ..own });
+        }
+        let is_of_vrnic =
+            || self.objects.find_vrnic(v.group, dgid).is_some() || self.net.routes.contains_key(&(v.group, dgid));
+        if !is_datagram && !is_of_vrnic() {
+            return Err(Status::Unreachable);
         }
         let holders = self.holders_by_vf(v.group, dgid);
         if holders.is_empty() {
