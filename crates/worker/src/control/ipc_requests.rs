@@ -389,12 +389,15 @@ impl Worker {
     }
 
     fn status(&self) -> WorkerStatus {
+        let rnic = self.engine.rnic.lock();
+        let (drops, vf_questions) = (rnic.wire_drops(), rnic.vf_questions());
+        drop(rnic);
         WorkerStatus {
             sessions: self.sessions.len(),
             rnic_held: self.engine.rnic.held(),
             port: self.engine.port().map(PortIo::counters).unwrap_or_default(),
-            drops: self.engine.rnic.lock().wire_drops(),
-            vf_questions: self.engine.rnic.lock().vf_questions(),
+            drops,
+            vf_questions,
             tunnel: self.switch.tunnel_drops(),
             seal: self.switch.seal_info(),
         }
