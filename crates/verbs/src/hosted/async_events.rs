@@ -153,6 +153,11 @@ impl AsyncEvents {
     }
 }
 
+/// The kernel's descriptor for the events of the context that has this epoll set as `async_fd`.
+pub(super) fn kernels_of(fd: RawFd) -> Option<RawFd> {
+    lock(&ALL).get(&fd).filter(|e| e.set.still_ours()).map(|e| e.kernel)
+}
+
 /// `read` of an epoll set that is an `async_fd`; `None` if `fd` is none.
 ///
 /// The wait is a cancellation point, as that of `EventSource::next` of the driver is: nothing is held meanwhile.

@@ -281,6 +281,37 @@ const CORE_IN: u16 = 0;
 const CORE_OUT: u16 = 1;
 const WRITE_CMD: u16 = 2;
 
+/// Objects whose creation names the descriptor for their asynchronous events, and the attribute that does (`enum
+/// uverbs_default_objects` and `uverbs_attrs_create_*` of `rdma/ib_user_ioctl_cmds.h`): CQ, QP, SRQ, WQ.
+const EVENT_FDS: [(u16, u16); 4] = [(3, 7), (4, 12), (5, 10), (12, 5)];
+/// The method that creates an object of these kinds.
+const CREATE: u16 = 0;
+
+/// Puts the kernel's descriptor for asynchronous events into a command that creates an object, in the place of the set
+/// that the context has.
+///
+/// # Safety
+/// `command` is a whole command of `VERBS_IOCTL`.
+unsafe fn name_kernels_events(command: *mut c_void) {
+    // SAFETY: by the contract. The header is followed by its attributes.
+    let attributes = unsafe {
+        let header = *command.cast::<IoctlHeader>();
+        if header.method != CREATE {
+            return;
+        }
+        let Some((_, id)) = EVENT_FDS.iter().find(|(object, _)| *object == header.object) else { return };
+        let first = command.cast::<IoctlHeader>().add(1).cast::<Attribute>();
+        let all = std::slice::from_raw_parts_mut(first, header.attributes.into());
+        all.iter_mut().filter(move |a| a.id == *id)
+    };
+    for attribute in attributes {
+        let kernel = RawFd::try_from(attribute.data.cast_signed()).ok().and_then(async_events::kernels_of);
+        if let Some(fd) = kernel {
+            attribute.data = i64::from(fd).cast_unsigned();
+        }
+    }
+}
+
 /// Learns the kernel driver of a node: each command names it.
 unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     if request == VERBS_IOCTL
@@ -288,6 +319,8 @@ unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -
     {
         // SAFETY: the argument of this request begins with the header.
         e.store(OURS | unsafe { (*argument.cast::<IoctlHeader>()).driver }, Ordering::Relaxed);
+        // SAFETY: the same.
+        unsafe { name_kernels_events(argument) };
     }
     // SAFETY: the library's own arguments.
     unsafe { libc::ioctl(fd, request, argument) }

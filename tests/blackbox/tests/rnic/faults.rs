@@ -57,9 +57,9 @@ impl<'a> Program<'a> {
     fn ends_after_one_fatal_event(self) -> Result<String> {
         self.prints("closed")?;
         let o = self.task.finish();
+        let lines = |line: String| o.text.lines().filter(|l| l.trim() == line).count();
         let is_told_once = |way: &&str| {
-            o.text.matches(&format!("{way}: local catastrophic error")).count() == 1
-                && o.text.contains(&format!("{way}: 1 fatal"))
+            lines(format!("{way}: local catastrophic error")) == 1 && lines(format!("{way}: 1 fatal")) == 1
         };
         require(o.ok() && WAYS.iter().all(is_told_once), self.layer.pool.explain(&o.text))?;
         Ok(o.text)
