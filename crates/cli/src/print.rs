@@ -70,7 +70,7 @@ fn list(vs: &[VrnicInfo]) -> String {
     table(&rows)
 }
 
-/// What a change has made of a vRNIC, in a line.
+/// A vRNIC after a change, in a line.
 fn changed(v: &VrnicInfo) -> String {
     format!("{}: {} in group {}, link {}, {}, way {}", v.name, ips(v), v.group, link(v), share(v), way(v))
 }

@@ -53,8 +53,8 @@ enum Identity {
     Mark,
 }
 
-/// The signal that marks eventfds and epoll sets of the library (`F_SETSIG`). It belongs to the open file, is 0 in those
-/// of a program, and is never sent, since these files have no signal-driven I/O. It is the last real-time signal.
+/// The signal that marks eventfds and epoll sets of the library (`F_SETSIG`). It belongs to the open file, is 0 in
+/// those of a program, and is never sent, since these files have no signal-driven I/O. It is the last real-time signal.
 const MARK: libc::c_int = 64;
 const F_SETSIG: libc::c_int = 10;
 const F_GETSIG: libc::c_int = 11;

@@ -159,12 +159,12 @@ pub struct VfsInfo {
     pub drained: Vec<String>,
     /// Reasons why VFs are not in the pool, and what to do.
     pub notices: Vec<String>,
-    /// What programs were answered.
+    /// Counters of answers to programs.
     #[serde(default)]
     pub answers: VfAnswers,
 }
 
-/// What programs that asked for VFs were answered, since the supervisor's start.
+/// Counters of answers to programs that asked for VFs, since the supervisor's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VfAnswers {
     /// They had to wait, because no VF was free.
@@ -177,8 +177,8 @@ pub struct VfAnswers {
     pub refusals: [u64; VF_REFUSALS.len()],
 }
 
-/// Reasons for refusals: no VF is free; none has become free in time; there are too many programs of the vRNIC or of the
-/// host; the VF could not be set up; the vRNIC cannot have a VF of this pool.
+/// Reasons for refusals: no VF is free; none has become free in time; there are too many programs of the vRNIC or of
+/// the host; the VF could not be set up; the vRNIC cannot have a VF of this pool.
 pub const VF_REFUSALS: [&str; 5] = ["dry", "timeout", "limit", "setup", "unfit"];
 
 /// Kinds of states of VFs.

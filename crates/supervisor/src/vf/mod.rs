@@ -77,7 +77,7 @@ struct PoolState {
     seen: Seen,
     leases: Leases,
     log: LogFile,
-    /// What programs were answered.
+    /// Counters of answers to programs.
     answers: VfAnswers,
     /// Requests that have waited and got a VF, or have waited for too long, until the programs are told.
     changes: Vec<Change>,

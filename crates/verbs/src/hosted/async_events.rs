@@ -2,8 +2,8 @@
 //! while programs have it open, and the removal waits for these programs. The virtual layer tells them, on the
 //! connection of the lease.
 //!
-//! So `ibv_context::async_fd` is an epoll set of the kernel's descriptor and that connection, which becomes readable for
-//! the events of both. The real library reads events with `read`, which an epoll set does not have. `redirect` leads
+//! So `ibv_context::async_fd` is an epoll set of the kernel's descriptor and that connection, which becomes readable
+//! for the events of both. The real library reads events with `read`, which an epoll set does not have. `redirect` leads
 //! this call here.
 
 use std::collections::BTreeMap;
@@ -54,7 +54,7 @@ pub(super) struct AsyncEvents {
 /// By the number of the epoll set.
 static ALL: Mutex<BTreeMap<RawFd, Arc<AsyncEvents>>> = Mutex::new(BTreeMap::new());
 
-/// What a thread that reads an event does next.
+/// The next step of a thread that reads an event.
 enum Next {
     Returns(Event),
     Fails(Errno),

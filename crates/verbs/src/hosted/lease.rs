@@ -30,7 +30,7 @@ pub(super) enum Answer {
 /// Keeps the connection. Dropping it ends the context for the virtual layer.
 pub(crate) struct Lease(Known);
 
-/// What the virtual layer has told since the decision.
+/// A message of the virtual layer since the decision.
 pub(crate) enum News {
     /// Nothing.
     None,

@@ -109,8 +109,6 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let log = layer.pool.explain("");
         let line = |l: &str| l.contains("whose device is gone") && l.contains(&pid);
         require(log.lines().any(line), format!("the log does not name {pid}: {log}"))?;
-        // Other programs of the vRNIC get another VF.
-        layer.works("ibv_rc_pingpong -n 20 -g 0")?;
         require(layer.pool.of(vf, "kind")? == "dirty" && !remover.has_ended(), layer.pool.explain("it is not kept"))?;
         vfs.must(&format!("kill -9 {pid}"))?;
         program.task.finish();
