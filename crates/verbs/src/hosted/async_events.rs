@@ -3,8 +3,8 @@
 //! connection of the lease.
 //!
 //! So `ibv_context::async_fd` is an epoll set of the kernel's descriptor and that connection, which becomes readable
-//! for the events of both. The real library reads events with `read`, which an epoll set does not have. `redirect` leads
-//! this call here.
+//! for the events of both. The real library reads events with `read`, which an epoll set does not have. `redirect`
+//! leads this call here.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
