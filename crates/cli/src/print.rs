@@ -523,6 +523,7 @@ mod tests {
             waiting: 2,
             drained: vec!["pf".into(), "pf/0".into()],
             notices: vec!["there is no PF `pf`".into()],
+            ..VfsInfo::default()
         };
         let wanted = "VF    PCI  NETDEV  VERBS  STATE   GROUP  INSTANCE\n\
                       pf/0  -    -       -      absent  -      -\n\
