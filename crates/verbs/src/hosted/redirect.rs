@@ -288,11 +288,11 @@ const EVENT_FDS: [(u16, u16); 4] = [(3, 7), (4, 12), (5, 10), (12, 5)];
 const CREATE: u16 = 0;
 
 /// Puts the kernel's descriptor for asynchronous events into a command that creates an object, in the place of the set
-/// that the context has.
+/// that the context has. `kernels_of` knows it.
 ///
 /// # Safety
 /// `command` is a whole command of `VERBS_IOCTL`.
-unsafe fn name_kernels_events(command: *mut c_void) {
+unsafe fn name_kernels_events(command: *mut c_void, kernels_of: impl Fn(RawFd) -> Option<RawFd>) {
     // SAFETY: by the contract. The header is followed by its attributes.
     let attributes = unsafe {
         let header = *command.cast::<IoctlHeader>();
@@ -305,8 +305,7 @@ unsafe fn name_kernels_events(command: *mut c_void) {
         all.iter_mut().filter(move |a| a.id == *id)
     };
     for attribute in attributes {
-        let kernel = RawFd::try_from(attribute.data.cast_signed()).ok().and_then(async_events::kernels_of);
-        if let Some(fd) = kernel {
+        if let Some(fd) = RawFd::try_from(attribute.data.cast_signed()).ok().and_then(&kernels_of) {
             attribute.data = i64::from(fd).cast_unsigned();
         }
     }
@@ -320,7 +319,7 @@ unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -
         // SAFETY: the argument of this request begins with the header.
         e.store(OURS | unsafe { (*argument.cast::<IoctlHeader>()).driver }, Ordering::Relaxed);
         // SAFETY: the same.
-        unsafe { name_kernels_events(argument) };
+        unsafe { name_kernels_events(argument, async_events::kernels_of) };
     }
     // SAFETY: the library's own arguments.
     unsafe { libc::ioctl(fd, request, argument) }
@@ -456,6 +455,31 @@ pub(super) fn sysfs_of(vrnic_directory: &std::path::Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn objects_are_made_with_the_kernels_descriptor_for_events() {
+        const SET: u64 = 1000;
+        #[repr(C)]
+        struct Command {
+            header: IoctlHeader,
+            attributes: [Attribute; 3],
+        }
+        let named = |object, method, id| {
+            let attribute = |id, data| Attribute { id, len: 0, flags: MANDATORY, reserved: 0, data };
+            let (length, driver) = (size_of::<Command>() as u16, 0);
+            let header = IoctlHeader { length, object, method, attributes: 3, reserved: 0, driver, reserved2: 0 };
+            // The first one is another attribute with the same number, the last one another descriptor.
+            let mut command = Command { header, attributes: [attribute(0, SET), attribute(id, SET), attribute(id, 7)] };
+            // SAFETY: the command of this test.
+            unsafe { name_kernels_events((&raw mut command).cast(), |fd| (fd == 1000).then_some(5)) };
+            command.attributes.map(|a| a.data)
+        };
+        for (object, id) in EVENT_FDS {
+            assert_eq!(named(object, CREATE, id), [SET, 5, 7], "object {object}");
+            assert_eq!(named(object, CREATE + 1, id), [SET, SET, 7], "another method of object {object}");
+        }
+        assert_eq!(named(1, CREATE, 7), [SET, SET, 7], "a PD has no events");
+    }
 
     fn present() -> Present {
         Present {
