@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SocketFlags, accept_with, recv};
+use rustix::net::{RecvFlags, Shutdown, SocketFlags, accept_with, recv, shutdown};
 use unirdma_abi::lease::{self, Ask, Told};
 use unirdma_device::lock;
 use unirdma_ipc::fdpass;
@@ -357,7 +357,7 @@ impl LeaseServer {
         if let Some(pool) = &self.lender.pool {
             pool.count(|a| a.refusals[cause as usize] += 1);
         }
-        let _ = send(socket, &message(lease::REFUSED, why), None);
+        send_last(socket, &message(lease::REFUSED, why));
     }
 
     /// Ends a connection and what it has.
@@ -431,7 +431,7 @@ impl LeaseServer {
         if let Some(pool) = self.lender.pool.as_ref() {
             pool.count(|a| a.evicted += 1);
         }
-        let _ = send(&client.socket, &message(lease::EVICTED, why), None);
+        send_last(&client.socket, &message(lease::EVICTED, why));
         Next::Ends
     }
 
@@ -559,6 +559,15 @@ fn put(field: &mut [u8], text: &str) {
 fn send(socket: &OwnedFd, told: &Told, fd: Option<&OwnedFd>) -> io::Result<()> {
     let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
     fdpass::send(socket.as_fd(), told.as_bytes(), &fds).map(drop)
+}
+
+/// Sends a message before the connection is closed. The program's requests that were not read are read away first:
+/// the kernel would otherwise give the program `ECONNRESET` in the place of the message.
+fn send_last(socket: &OwnedFd, told: &Told) {
+    let _ = send(socket, told, None);
+    // Nothing can be sent to this side from now on, so the loop ends.
+    let _ = shutdown(socket, Shutdown::Read);
+    while recv(socket, &mut [0; size_of::<Ask>()], RecvFlags::empty()).is_ok_and(|(_, length)| length > 0) {}
 }
 
 #[cfg(test)]

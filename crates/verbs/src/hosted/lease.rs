@@ -89,11 +89,15 @@ pub(super) fn text(bytes: &[u8]) -> String {
 /// # Errors
 /// The socket does not answer.
 pub(super) fn ask(path: &Path) -> Result<Answer, Failure> {
-    let socket = connect(path).map_err(|e| Failure::Ask(path.into(), e))?;
+    ask_over(path, connect(path).map_err(|e| Failure::Ask(path.into(), e))?)
+}
+
+fn ask_over(path: &Path, socket: OwnedFd) -> Result<Answer, Failure> {
     let ask = Ask { version: VERSION, reserved: [0; 3] };
     // SAFETY: sends the bytes of `ask`, to a socket of this function.
     let sent = unsafe { libc::send(socket.as_raw_fd(), (&raw const ask).cast(), size_of::<Ask>(), libc::MSG_NOSIGNAL) };
-    if sent < 0 {
+    // A virtual layer that refuses before it was asked has closed its side, and its answer can be read.
+    if sent < 0 && errno() != libc::EPIPE {
         return Err(Failure::Ask(path.into(), errno()));
     }
     let number = socket.as_raw_fd();
@@ -294,6 +298,19 @@ mod tests {
         assert_eq!(text(&told.node), "uverbs3");
         // SAFETY: asks for the flags of a descriptor.
         assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+    }
+
+    #[test]
+    fn a_refusal_that_did_not_wait_for_the_question_is_read() {
+        let mut ends = [-1; 2];
+        // SAFETY: plain calls on sockets of this test; the message is 256 bytes long.
+        let mine = unsafe {
+            assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0, ends.as_mut_ptr()), 0);
+            assert_eq!(libc::send(ends[1], told(REFUSED, "too many").as_bytes().as_ptr().cast(), 256, 0), 256);
+            libc::close(ends[1]);
+            OwnedFd::from_raw_fd(ends[0])
+        };
+        assert!(matches!(ask_over(Path::new("lease.sock"), mine), Ok(Answer::Refused(why)) if why == "too many"));
     }
 
     #[test]

@@ -524,6 +524,12 @@ fn a_hostile_program_costs_itself_only() {
     let silent: Vec<Program> = (0..4).map(|_| host.connect("bad")).collect();
     let more = host.connect("bad");
     assert_eq!((more.kind(), more.has_ended()), (REFUSED, true));
+    // Its requests are not read, and it gets the refusal all the same.
+    for _ in 0..8 {
+        let more = host.connect("bad");
+        (0..3).for_each(|_| more.send(&[1; 16]));
+        assert_eq!((more.kind(), more.has_ended()), (REFUSED, true));
+    }
     drop(silent);
     // Many connections in a short time: others are served meanwhile.
     let crowd: Vec<Program> = (0..64).map(|_| host.connect("bad")).collect();
