@@ -175,6 +175,7 @@ static void time_registration(const char *name, size_t bytes, int n)
 static void count_calls(void)
 {
 	struct ibv_qp *qps[CALLS + 1];
+	double began;
 
 	for (int i = 0; i <= CALLS; i++)
 		to_init(qps[i] = make_qp());
@@ -187,6 +188,7 @@ static void count_calls(void)
 
 		CHECK(mr && !ibv_dereg_mr(mr));
 	}
+	began = seconds();
 	for (int i = 0; i < CALLS; i++) {
 		syscall(SECTION, OTHER);
 		usleep(PAUSE_US);
@@ -194,7 +196,7 @@ static void count_calls(void)
 		to_rts(qps[i]);
 	}
 	syscall(SECTION, OTHER);
-	printf("each %d times\n", CALLS);
+	printf("each %d times, connections in %.0f seconds\n", CALLS, seconds() - began);
 }
 
 int main(int argc, char **argv)

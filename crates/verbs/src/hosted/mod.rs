@@ -66,6 +66,7 @@ pub(crate) struct Hosted {
     query_device_ex: QueryDeviceEx,
     /// The names of the destinations of QPs.
     paths: Mutex<HashMap<usize, rename::Paths>>,
+    answers: rename::Answers,
     /// The sources of asynchronous events, one of which is the lease.
     events: Arc<AsyncEvents>,
 }
@@ -200,6 +201,7 @@ fn host(
         query_port,
         query_device_ex,
         paths: Mutex::default(),
+        answers: rename::Answers::default(),
         events,
     };
     lock(&CONTEXTS).insert(context as usize, Arc::new(hosted));

@@ -1,8 +1,11 @@
-//! Names of a hosted context. A program sees the vRNIC's GIDs, and gives those of others; the real library gets the
+//! Names of a hosted context. A program sees the vRNIC's GIDs, and gives the GIDs of others; the real library gets the
 //! GIDs of VFs.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::from_mut;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
@@ -17,6 +20,10 @@ use crate::{lock, set_errno};
 const ROCE_V2: u32 = 2;
 const QPT_RC: u32 = 2;
 const QPT_UD: u32 = 4;
+/// Time for which an answer of RESOLVE is used again, so that a program with many QPs asks once for each peer.
+const ANSWER_LIFE: Duration = Duration::from_secs(1);
+/// Most answers that are kept.
+const MAX_ANSWERS: usize = 4096;
 
 /// The names that a program gave for a QP's path and alternate path, and the real GIDs.
 #[derive(Clone, Copy, Default)]
@@ -30,6 +37,29 @@ struct Name {
     dgid: [u8; 16],
     sgid_index: u8,
     real: [u8; 16],
+}
+
+/// A request of RESOLVE: the destination, the index of the own GID, and the type of the QP.
+type Request = ([u8; 16], u8, u32);
+
+/// The answers of RESOLVE in the last [`ANSWER_LIFE`].
+#[derive(Default)]
+pub(super) struct Answers(Mutex<HashMap<Request, (abi::ResolveResp, Instant)>>);
+
+impl Answers {
+    fn get(&self, request: Request, now: Instant) -> Option<abi::ResolveResp> {
+        lock(&self.0).get(&request).filter(|(_, until)| now < *until).map(|(answer, _)| *answer)
+    }
+
+    fn put(&self, request: Request, answer: abi::ResolveResp, now: Instant) {
+        let mut kept = lock(&self.0);
+        if kept.len() >= MAX_ANSWERS {
+            kept.retain(|_, (_, until)| now < *until);
+        }
+        if kept.len() < MAX_ANSWERS {
+            kept.insert(request, (answer, now + ANSWER_LIFE));
+        }
+    }
 }
 
 /// A GID's bytes.
@@ -67,10 +97,18 @@ impl Hosted {
     /// Puts the VF's names into an address vector. Returns the names that it had, and the largest MTU.
     fn resolve(&self, a: &mut ibv_ah_attr, qp_type: u32) -> Result<(Name, u32), i32> {
         let (dgid, sgid_index) = (raw(&a.grh.dgid), a.grh.sgid_index);
-        let request = abi::ResolveReq { dgid, sgid_index: sgid_index.into(), qp_type, reserved: 0 };
-        let answer: Result<abi::ResolveResp, i32> = self.driver.command(Command::Resolve, &request);
-        trace!("{} is reached by {:?}", Gid(dgid), answer.as_ref().map(|r| Gid(r.dgid)));
-        let answer = answer?;
+        let (asked, now) = ((dgid, sgid_index, qp_type), Instant::now());
+        let answer = match self.answers.get(asked, now) {
+            Some(answer) => answer,
+            None => {
+                let request = abi::ResolveReq { dgid, sgid_index: sgid_index.into(), qp_type, reserved: 0 };
+                let answer: Result<abi::ResolveResp, i32> = self.driver.command(Command::Resolve, &request);
+                trace!("{} is reached by {:?}", Gid(dgid), answer.as_ref().map(|r| Gid(r.dgid)));
+                let answer = answer?;
+                self.answers.put(asked, answer, now);
+                answer
+            }
+        };
         a.grh.sgid_index = self.sgid_index(a.port_num)?;
         a.grh.dgid = ibv_gid { raw: answer.dgid };
         Ok((Name { dgid, sgid_index, real: answer.dgid }, answer.max_mtu))
@@ -344,4 +382,34 @@ pub(crate) unsafe fn resolve_mac(h: &Hosted, attr: &ibv_ah_attr, mac: *mut u8, v
         set_errno(errno());
     }
     r
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_kept_for_their_life_and_never_too_many() {
+        let (answers, now) = (Answers::default(), Instant::now());
+        let answer = |max_mtu| abi::ResolveResp { dgid: [7; 16], max_mtu, reserved: 0 };
+        answers.put(([1; 16], 0, QPT_RC), answer(3), now);
+        let just_before = now + ANSWER_LIFE - Duration::from_nanos(1);
+        assert_eq!(answers.get(([1; 16], 0, QPT_RC), just_before).map(|a| a.max_mtu), Some(3));
+        assert!(answers.get(([1; 16], 0, QPT_RC), now + ANSWER_LIFE).is_none());
+        for other in [([2; 16], 0, QPT_RC), ([1; 16], 1, QPT_RC), ([1; 16], 0, QPT_UD)] {
+            assert!(answers.get(other, now).is_none());
+        }
+        let gid = |n: u32| {
+            let mut gid = [0; 16];
+            gid[..4].copy_from_slice(&n.to_ne_bytes());
+            gid
+        };
+        for n in 0..2 * MAX_ANSWERS as u32 {
+            answers.put((gid(n), 0, QPT_RC), answer(n), now);
+        }
+        assert_eq!(lock(&answers.0).len(), MAX_ANSWERS);
+        // Those that are too old make room.
+        answers.put((gid(u32::MAX), 0, QPT_RC), answer(1), now + ANSWER_LIFE);
+        assert_eq!(lock(&answers.0).len(), 1);
+    }
 }
