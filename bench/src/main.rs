@@ -6,6 +6,7 @@ mod engine;
 mod isolation;
 mod local;
 mod memory;
+mod vf;
 mod vm;
 mod wire;
 mod workers;
@@ -122,6 +123,19 @@ enum What {
         #[arg(long, value_name = "FILE", default_value = "target/bench-local.svg")]
         svg: std::path::PathBuf,
     },
+    /// Latency, bandwidth, processor time and control path of a vRNIC that has a VF, relative to the VF alone, in a
+    /// virtual machine; needs root
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench vf\n  cargo xtask bench vf --runs 5 --json > vf.json\n\nWhat the machine is made of is downloaded once, into target/vm."
+    )]
+    Vf {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+        /// How often each figure is measured; medians count
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+    },
     /// Operations, bandwidth, registration and notifications of a guest's vRNIC, relative to the kernel's soft RNIC and
     /// TCP in the same guest, and to containers; needs root
     #[command(
@@ -170,6 +184,7 @@ fn run(what: What) -> Result<()> {
         What::Isolation { json, only, runs } => isolation::isolation(json, only.as_deref(), runs),
         What::Memory { json } => memory::memory(json),
         What::Workers { groups, busy, json } => workers::workers(json, groups.into(), busy.into()),
+        What::Vf { json, runs } => vf::vf(json, runs),
         What::Vm { json, kernel, runs } => vm::vm(json, kernel.as_deref(), runs),
         What::Wire { json, only } => wire::wire(json, &only),
         What::TcpPeer { to } => tcp::peer(to),
