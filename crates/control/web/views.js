@@ -193,11 +193,13 @@ export function host(fleet, name, table) {
     problems.length ? make("h2", {}, "Problems") : null,
     problems.length ? make("ul", { class: "problems" }, problems) : null,
     make("h2", {}, "Host"),
-    facts([["Addresses", (h.addresses ?? []).join(", ")], ["Version", state.version], ["Revision in force", state.applied && `${state.applied} of ${fleet.revision}`], ["Clock", state.clockMs !== undefined ? `${state.clockMs} ms from the centre's` : undefined], ["Makes vRNICs by hand", h.mayAdd === false ? "no" : "yes"]]),
+    facts([["Addresses", (h.addresses ?? []).join(", ")], ["Version", state.version], ["Revision in force", state.applied && `${state.applied} of ${fleet.revision}`], ["Clock", state.clockMs !== undefined ? `${state.clockMs} ms from the centre's` : undefined], ["Makes vRNICs by hand", h.mayAdd === false ? "no" : "yes"], ["VFs of real RNICs", (state.pools ?? []).map(pool).join("; ") || undefined]]),
     make("h2", {}, "vRNICs"),
     table.element(fleet.of("host", name), "vRNICs"),
   ];
 }
+
+const pool = (p) => `${p.pf}: ${p.vfs ?? 0}, of which ${p.ready ?? 0} ready and ${p.leased ?? 0} leased`;
 
 export function group(fleet, name, table, ruleTable) {
   const g = fleet.groups.get(name);
@@ -207,11 +209,20 @@ export function group(fleet, name, table, ruleTable) {
     heading(name, make("span", { class: "tag", style: `--h:${hue(fleet.groups, name)}` }, "group")),
     make("div", { class: "cards" }, card("vRNICs", fleet.of("group", name).length), card("programs", sum.programs), card("sent", bytes(sum.sent)), card("received", bytes(sum.received)), card("requests", each(sum.operations)), card("errors", each(sum.errors), mostly(sum.errors))),
     make("h2", {}, "Network"),
-    facts([["Addresses", ranges(g)], ["Number between hosts (VNI)", String(g.vni ?? "-")], ["Packets authenticated", g.secret ? "yes, with a secret" : "no"], ["Weight", String(g.weight ?? 100)], ["Most vRNICs", g.maxVrnics !== undefined ? String(g.maxVrnics) : undefined], ["Most rules", g.maxRules !== undefined ? String(g.maxRules) : undefined]]),
+    facts([["Addresses", ranges(g)], ["Number between hosts (VNI)", String(g.vni ?? "-")], ["VLAN of VFs", g.vlan && String(g.vlan)], ["Packets authenticated", g.secret ? "yes, with a secret" : "no"], ["Weight", String(g.weight ?? 100)], ["Most vRNICs", g.maxVrnics !== undefined ? String(g.maxVrnics) : undefined], ["Most rules", g.maxRules !== undefined ? String(g.maxRules) : undefined]]),
     ...rulesOf(fleet, ruleTable, `group:${name}`),
     make("h2", {}, "vRNICs"),
     table.element(fleet.of("group", name), "vRNICs"),
   ];
+}
+
+/** The way of a vRNIC's programs: the one that was asked for, and what is in force. */
+function way(v, state) {
+  const asked = (v.way ?? "SOFT").toLowerCase();
+  if (asked === "soft") return undefined;
+  if (state.vf) return `${asked}: ${state.vf}, ${state.realGid ?? ""}`;
+  const now = `${asked}: ${(state.way ?? "SOFT").toLowerCase()}`;
+  return state.there ? `${now}${state.why ? ` (${state.why})` : ""}` : asked;
 }
 
 const words = (name) => name.replace(/[A-Z]/g, (c) => ` ${c.toLowerCase()}`);
@@ -231,7 +242,7 @@ export function vrnic(fleet, name, peerTable, ruleTable) {
     past(fleet, name),
     make("div", { class: "two" },
       make("section", {}, make("h2", {}, "Connected to"), peerTable.element(peers, "connections")),
-      make("section", {}, make("h2", {}, "Identity and limits"), facts([["Addresses", (v.ips ?? []).join(", ")], ["MAC", v.mac], ["GUID", v.guid], ["Made by", v.byHost ? "its host's administrator" : "the centre"], ["Sends with any address", v.allowSpoof ? "yes: it is a router" : undefined], ["Weight", String(share.weight ?? 100)], ["Rate", share.rate && share.rate !== "0" ? `${short(Number(share.rate))}bit/s` : "no limit"], ["Requests", share.ops && share.ops !== "0" ? `${short(Number(share.ops))}/s` : "no limit"], ["Limits", limits.join(", ") || "as by default"]]))),
+      make("section", {}, make("h2", {}, "Identity and limits"), facts([["Addresses", (v.ips ?? []).join(", ")], ["MAC", v.mac], ["GUID", v.guid], ["Made by", v.byHost ? "its host's administrator" : "the centre"], ["Sends with any address", v.allowSpoof ? "yes: it is a router" : undefined], ["Way", way(v, state)], ["Instance", v.instance], ["Weight", String(share.weight ?? 100)], ["Rate", share.rate && share.rate !== "0" ? `${short(Number(share.rate))}bit/s` : "no limit"], ["Requests", share.ops && share.ops !== "0" ? `${short(Number(share.ops))}/s` : "no limit"], ["Limits", limits.join(", ") || "as by default"]]))),
     ...rulesOf(fleet, ruleTable, `vrnic:${name}`, `group:${v.group}`),
   ];
 }

@@ -214,7 +214,20 @@ impl Transaction<'_> {
             return Err(Refusal::conflict(format_args!("VNI {vni} is that of group {other} already")));
         }
         g.vni = Some(vni);
+        let other = g.vlan.and_then(|vlan| self.state.vlan_of.get(&vlan)).filter(|o| ***o != *g.name);
+        if let (Some(vlan), Some(other)) = (g.vlan, other) {
+            return Err(Refusal::conflict(format_args!("VLAN {vlan} is that of group {other} already")));
+        }
         if let Some(old) = old {
+            let needs_vf = |v: &&Name| self.state.vrnics.get(*v).is_some_and(|v| v.object.way() == v1::Way::Vf);
+            if g.secret
+                && !old.object.secret
+                && let Some(v) = old.vrnics.iter().find(needs_vf)
+            {
+                return Err(Refusal::conflict(format_args!(
+                    "its vRNIC {v} has the way VF, and a VF does not encrypt; give that another way first"
+                )));
+            }
             let ranges = model::ranges(&g)?;
             if ranges != old.ranges
                 && let Some((ip, vrnic)) = old.addresses.iter().find(|(ip, _)| !ranges.iter().any(|r| r.contains(**ip)))
@@ -243,8 +256,14 @@ impl Transaction<'_> {
         old: Option<v1::Vrnic>,
         made: &mut Made,
     ) -> Result<(), Refusal> {
-        if !self.state.groups.contains_key(v.group.as_str()) {
+        let Some(group) = self.state.groups.get(v.group.as_str()) else {
             return Err(Refusal::not_found(format_args!("there is no group {}", v.group)));
+        };
+        if v.way() == v1::Way::Vf && group.object.secret {
+            return Err(Refusal::conflict(format_args!(
+                "group {} has a secret, and a VF does not encrypt; choose another group, or the way SOFT",
+                v.group
+            )));
         }
         if let Some(old) = &old {
             if old.group != v.group {
@@ -341,6 +360,12 @@ impl Transaction<'_> {
             return Err(Refusal::denied(
                 "only an administrator may let it send with the addresses of others (allow_spoof)",
             ));
+        }
+        if v.way() != v1::Way::Soft && group.object.vlan.is_none() && !old.is_some_and(|o| o.way == v.way) {
+            return Err(Refusal::denied(format_args!(
+                "group {} has no VLAN, so only an administrator may let its vRNICs use VFs",
+                v.group
+            )));
         }
         let own = v.limits.unwrap_or_default();
         let most = group.object.limits.unwrap_or_default();

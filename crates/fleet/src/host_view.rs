@@ -328,7 +328,8 @@ impl<'a> HostView<'a> {
             Key::Group(name) => {
                 let g = self.state.groups.get(name).filter(|_| self.sees_group(name))?;
                 let (vni, weight) = (g.object.vni.unwrap_or_default(), g.object.weight.unwrap_or(100));
-                Item::Group(v1::HostGroup { name: name.to_string(), vni, weight })
+                let vlan = g.object.vlan.unwrap_or_default();
+                Item::Group(v1::HostGroup { name: name.to_string(), vni, weight, vlan })
             }
             Key::Vrnic(name) => {
                 let v = self.state.vrnics.get(name).filter(|v| v.host.as_deref() == Some(self.name))?;

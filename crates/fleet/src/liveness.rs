@@ -21,6 +21,8 @@ pub(crate) const MAX_ANNOUNCED: usize = 10_000;
 /// Most problems of a host that are kept, and the most characters of each.
 const MAX_PROBLEMS: usize = 32;
 const MAX_PROBLEM: usize = 300;
+/// Most PFs of a host that are kept.
+const MAX_POOLS: usize = 64;
 /// Most connections of a vRNIC that are kept.
 const MAX_CONNECTIONS: usize = 256;
 
@@ -36,6 +38,7 @@ struct Host {
     heard_ms: u64,
     clock_ms: i64,
     problems: Vec<String>,
+    pools: Vec<v1::Pool>,
     changed: u64,
     /// The other centre that it is connected to; `None`: this one.
     via: Option<String>,
@@ -84,6 +87,7 @@ impl Live {
             silent_ms: now_ms.saturating_sub(h.heard_ms),
             clock_ms: h.clock_ms,
             problems: h.problems.clone(),
+            pools: h.pools.clone(),
         }
     }
 
@@ -266,6 +270,7 @@ impl Centre {
     pub fn report(&mut self, host: &str, report: v1::Report, now_ms: u64) {
         let h = self.live.heard(host, now_ms);
         h.clock_ms = clock(report.clock_ms, now_ms);
+        h.pools = report.pools.into_iter().take(MAX_POOLS).map(|p| v1::Pool { pf: short(&p.pf, 32), ..p }).collect();
         let ms = h.reported_ms.replace(now_ms).map_or(0, |at| now_ms.saturating_sub(at));
         let mut resting = std::mem::take(&mut h.moving);
         let mut moving = BTreeSet::new();
@@ -278,6 +283,10 @@ impl Centre {
             for c in &mut state.connections {
                 (c.address, c.peer) = (short(&c.address, 64), short(&c.peer, 32));
             }
+            // An unknown way becomes SOFT.
+            state.set_way(state.way());
+            (state.why, state.vf) = (short(&state.why, MAX_PROBLEM), short(&state.vf, 64));
+            state.real_gid = short(&state.real_gid, 64);
             resting.remove(&state.name);
             let was = self.live.vrnic(&state.name).map(|s| &**s);
             if rate(&mut state, was, ms) {
@@ -348,7 +357,7 @@ impl Centre {
             h.instance = state.connected.then_some(host.instance);
             (h.via, h.hello_ms) = (Some(centre.into()), host.hello_ms);
             (h.applied, h.version, h.clock_ms) = (state.applied, state.version, state.clock_ms);
-            h.problems = state.problems;
+            (h.problems, h.pools) = (state.problems, state.pools);
         }
         for state in news.vrnics.into_iter().filter(|s| self.state.vrnics.contains_key(s.name.as_str())) {
             self.live.put_vrnic(state);

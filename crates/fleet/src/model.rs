@@ -86,6 +86,8 @@ pub const MAX_ADDRESSES: usize = 16;
 pub const DEFAULT_RANGE: &str = "10.77.0.0/16";
 /// The largest number of a group.
 pub const MAX_VNI: u32 = 0xff_ffff;
+/// The largest VLAN of a group.
+pub const MAX_VLAN: u32 = 4_094;
 /// The largest weight of a group or a vRNIC.
 pub const MAX_WEIGHT: u32 = 10_000;
 /// The longest burst, microseconds.
@@ -339,6 +341,7 @@ pub fn check_addresses(addresses: &[String]) -> Result<(), Refusal> {
 
 fn check_group(g: &v1::Group) -> Result<(), Refusal> {
     within("the VNI", g.vni, 1, MAX_VNI)?;
+    within("the VLAN", g.vlan, 1, MAX_VLAN)?;
     within("the weight", g.weight, 1, MAX_WEIGHT)?;
     ranges(g)?;
     check_limits(g.limits.as_ref())?;
@@ -349,6 +352,12 @@ fn check_vrnic(v: &v1::Vrnic) -> Result<(), Refusal> {
     check_name("group", &v.group)?;
     if !v.host.is_empty() {
         check_name("host", &v.host)?;
+    }
+    if !v.instance.is_empty() {
+        check_name("instance", &v.instance)?;
+    }
+    if v1::Way::try_from(v.way).is_err() {
+        return Err(Refusal::invalid("the way is neither SOFT nor VF nor AUTO"));
     }
     ips(v)?;
     check_limits(v.limits.as_ref())?;
@@ -400,6 +409,9 @@ mod tests {
         refused(group(&["224.0.0.0/8"]), "no addresses of 224.0.0.0/8");
         refused(v1::Group { vni: Some(0), ..group(&[]) }, "the VNI is 0, but must be 1 to 16777215");
         refused(v1::Group { weight: Some(10_001), ..group(&[]) }, "the weight is 10001");
+        refused(v1::Group { vlan: Some(4_095), ..group(&[]) }, "the VLAN is 4095, but must be 1 to 4094");
+        refused(v1::Vrnic { way: 3, ..vrnic(&[]) }, "neither SOFT nor VF nor AUTO");
+        refused(v1::Vrnic { instance: "a b".into(), ..vrnic(&[]) }, "`a b` is no instance name");
         refused(vrnic(&["10.0.0.1", "10.0.0.1/8"]), "vRNIC a: it has the address 10.0.0.1 twice");
         refused(vrnic(&["10.0.0.1", "10.0.0.2"]), "at most one IPv4 address");
         refused(vrnic(&["127.0.0.1"]), "cannot be the address");

@@ -135,6 +135,7 @@ pub struct State {
     pub(crate) macs: HashMap<String, Name>,
     pub(crate) vnis: Taken,
     pub(crate) vni_of: HashMap<u32, Name>,
+    pub(crate) vlan_of: HashMap<u32, Name>,
     pub(crate) tokens: BTreeMap<String, v1::TokenRecord>,
     pub(crate) secrets: BTreeMap<SecretName, v1::SecretRecord>,
     pub(crate) audit: Audit,
@@ -193,6 +194,10 @@ impl State {
         }
         self.vnis.take_id(vni);
         self.vni_of.insert(vni, name.clone());
+        self.free_vlan(&name);
+        if let Some(vlan) = object.vlan {
+            self.vlan_of.insert(vlan, name.clone());
+        }
         let group = self.groups.entry(name).or_default();
         (group.object, group.revision, group.ranges) = (object, revision, ranges);
         Ok(())
@@ -209,8 +214,17 @@ impl State {
         }
         let vni = group.object.vni.unwrap_or_default();
         self.free_vni(vni, name);
+        self.free_vlan(name);
         self.groups.remove(name);
         Ok(())
+    }
+
+    /// Frees a group's VLAN, unless another group has taken it meanwhile.
+    fn free_vlan(&mut self, group: &str) {
+        let vlan = self.groups.get(group).and_then(|g| g.object.vlan);
+        if let Some(vlan) = vlan.filter(|v| self.vlan_of.get(v).is_some_and(|g| &**g == group)) {
+            self.vlan_of.remove(&vlan);
+        }
     }
 
     /// Frees a group's number, unless another group has taken it meanwhile.

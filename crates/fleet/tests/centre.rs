@@ -567,6 +567,7 @@ fn hosts_bring_what_their_administrators_made() {
                 v1::VrnicState { name: "c".into(), programs: 9, ..Default::default() },
             ],
             clock_ms: w.now + 7_000,
+            pools: Vec::new(),
         },
         w.now,
     );
@@ -600,6 +601,82 @@ fn hosts_bring_what_their_administrators_made() {
 }
 
 #[test]
+fn vlans_and_ways_are_declared_and_told_to_hosts() {
+    use RefusalKind::*;
+    let mut w = World::new(&["h1"]);
+    let with = |name: &str, vlan| v1::Group { vlan, ..group(name, &["10.0.0.0/16"]) };
+    let asks =
+        |way: v1::Way| v1::Vrnic { way: way.into(), instance: "pod".into(), ..vrnic("a", "blue", "h1", &["10.0.0.1"]) };
+    w.apply([with("blue", Some(100)), with("red", None)]).unwrap();
+    w.apply([asks(v1::Way::Vf)]).unwrap();
+    w.tell();
+    let told = |w: &World, group: &str| match &w.hosts["h1"].items[group] {
+        Item::Group(g) => g.vlan,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(told(&w, "group blue"), 100);
+    let Item::Vrnic(a) = &w.hosts["h1"].items["vrnic a"] else { panic!("no vRNIC") };
+    assert_eq!((a.way(), a.instance.as_str()), (v1::Way::Vf, "pod"));
+    // A VLAN is one group's, and free again when the group has another one, or is deleted.
+    refused(w.apply([with("red", Some(100))]), Conflict, "group red: VLAN 100 is that of group blue already");
+    w.apply([with("blue", Some(101)), with("red", Some(100))]).unwrap();
+    w.tell();
+    assert_eq!(told(&w, "group blue"), 101);
+    refused(w.apply([with("blue", Some(100))]), Conflict, "VLAN 100 is that of group red already");
+    w.delete(v1::Kind::Group, "red", false).unwrap();
+    w.apply([with("blue", None)]).unwrap();
+    w.apply([with("green", Some(101)), with("blue", Some(100))]).unwrap();
+    // A VF does not encrypt.
+    let sealed = |name: &str| v1::Group { secret: true, ..group(name, &["10.0.0.0/16"]) };
+    refused(w.apply([sealed("blue")]), Conflict, "its vRNIC a has the way VF");
+    w.apply([asks(v1::Way::Auto)]).unwrap();
+    w.apply([sealed("blue")]).unwrap();
+    refused(w.apply([asks(v1::Way::Vf)]), Conflict, "vRNIC a: group blue has a secret");
+    // A tenant takes VFs only where an administrator has given the group a VLAN, and keeps a way that it was given.
+    let of_blue = v1::Token {
+        id: "t".into(),
+        role: v1::Role::Tenant.into(),
+        groups: vec!["blue".into()],
+        expires: NOW / 1000 + 60,
+        ..Default::default()
+    };
+    let secret = token(&mut w, of_blue);
+    let tenant = w.centre.actor(&secret, w.now).unwrap();
+    let one = |v: v1::Vrnic| v1::ApplyRequest {
+        objects: vec![v1::Object { object: Some(v.into()), revision: 0 }],
+        ..Default::default()
+    };
+    let second = v1::Vrnic { way: v1::Way::Auto.into(), ..vrnic("b", "blue", "", &[]) };
+    refused(w.apply_as(&tenant, one(second.clone())), Denied, "group blue has no VLAN");
+    w.apply_as(&tenant, one(v1::Vrnic { instance: "x".into(), ..asks(v1::Way::Auto) })).unwrap();
+    w.apply([with("blue", Some(100))]).unwrap();
+    w.apply_as(&tenant, one(second)).unwrap();
+}
+
+#[test]
+fn ways_and_pools_are_reported_without_what_a_host_should_not_say() {
+    let mut w = World::new(&["h1"]);
+    w.apply([vrnic("a", "default", "h1", &[])]).unwrap();
+    w.centre.hello("h1", &v1::Hello { protocol: 1, instance: 5, ..Default::default() }, w.now).unwrap();
+    let long = "x\n".repeat(1_000);
+    let pool = v1::Pool { pf: long.clone(), vfs: 8, ready: 3, leased: 5 };
+    let state = v1::VrnicState {
+        name: "a".into(),
+        way: 77,
+        why: long.clone(),
+        vf: long.clone(),
+        real_gid: long,
+        ..Default::default()
+    };
+    w.centre.report("h1", v1::Report { vrnics: vec![state], clock_ms: w.now, pools: vec![pool; 1_000] }, w.now);
+    let (_, hosts, vrnics) = w.centre.states_since(&w.admin, 0, w.now);
+    let x = |n| "x".repeat(n);
+    assert_eq!((hosts[0].pools.len(), &hosts[0].pools[0]), (64, &v1::Pool { pf: x(32), vfs: 8, ready: 3, leased: 5 }));
+    let a = &vrnics[0];
+    assert_eq!((a.way, &a.why, &a.vf, &a.real_gid), (0, &x(300), &x(64), &x(64)));
+}
+
+#[test]
 fn rates_follow_from_two_reports_and_end_with_the_traffic() {
     let mut w = World::new(&["h1"]);
     w.apply([vrnic("a", "default", "h1", &[]), vrnic("b", "default", "h1", &[])]).unwrap();
@@ -624,7 +701,7 @@ fn rates_follow_from_two_reports_and_end_with_the_traffic() {
     };
     let report = |w: &mut World, vrnics: Vec<v1::VrnicState>| {
         w.now += 5_000;
-        w.centre.report("h1", v1::Report { vrnics, clock_ms: w.now }, w.now);
+        w.centre.report("h1", v1::Report { vrnics, clock_ms: w.now, pools: Vec::new() }, w.now);
     };
     let mut told = 0;
     let mut news = |w: &World| {
@@ -801,7 +878,7 @@ fn a_change_among_many_costs_what_it_touches() {
 
 #[derive(Clone, Debug)]
 enum Op {
-    Group { n: u8, secret: bool, weight: u32, vni: Option<u32> },
+    Group { n: u8, secret: bool, weight: u32, vni: Option<u32>, vlan: Option<u32> },
     Vrnic { n: u8, group: u8, host: u8, ip: Option<u8>, rate: u64 },
     Rule { n: u8, from: (bool, u8), to: (bool, u8), deny: bool },
     Delete { kind: u8, n: u8, force: bool },
@@ -815,7 +892,7 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let end = || (any::<bool>(), 0u8..6);
     prop_oneof![
-        1 => (0u8..4, any::<bool>(), 1u32..5, proptest::option::of(1u32..6)).prop_map(|(n, secret, weight, vni)| Op::Group { n, secret, weight, vni }),
+        1 => (0u8..4, any::<bool>(), 1u32..5, proptest::option::of(1u32..6), proptest::option::of(1u32..6)).prop_map(|(n, secret, weight, vni, vlan)| Op::Group { n, secret, weight, vni, vlan }),
         4 => (0u8..8, 0u8..4, 0u8..4, proptest::option::of(1u8..9), 0u64..3).prop_map(|(n, group, host, ip, rate)| Op::Vrnic { n, group, host, ip, rate }),
         3 => (0u8..4, end(), end(), any::<bool>()).prop_map(|(n, from, to, deny)| Op::Rule { n, from, to, deny }),
         1 => (0u8..4, 0u8..8, any::<bool>()).prop_map(|(kind, n, force)| Op::Delete { kind, n, force }),
@@ -832,11 +909,12 @@ impl World {
         let admin = self.admin.clone();
         let end = |(group, n): (bool, u8)| if group { format!("group:g{}", n % 4) } else { format!("vrnic:v{n}") };
         match op {
-            Op::Group { n, secret, weight, vni } => {
+            Op::Group { n, secret, weight, vni, vlan } => {
                 let _ = self.apply([v1::Group {
                     secret,
                     weight: Some(weight),
                     vni,
+                    vlan,
                     ..group(&format!("g{n}"), &["10.0.0.0/28"])
                 }]);
             }
@@ -951,7 +1029,8 @@ impl World {
     fn check(&self) {
         self.check_secrets();
         self.check_addresses();
-        let (mut addresses, mut ids, mut vnis) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        let (mut addresses, mut ids, mut vnis, mut vlans) =
+            (BTreeSet::new(), BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         for o in self.all().into_iter().filter_map(|o| o.object) {
             match o {
                 Object::Vrnic(v) => {
@@ -963,7 +1042,7 @@ impl World {
                     );
                     assert!(ids.insert(v.mac) && ids.insert(v.guid));
                 }
-                Object::Group(g) => assert!(vnis.insert(g.vni.unwrap())),
+                Object::Group(g) => assert!(vnis.insert(g.vni.unwrap()) && g.vlan.is_none_or(|v| vlans.insert(v))),
                 _ => {}
             }
         }

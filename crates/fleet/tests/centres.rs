@@ -102,7 +102,7 @@ fn what_hosts_say_to_one_centre_the_others_know() {
     let mut fleet = Fleet::new(2);
     fleet.hello(1, "h1", 5, 100).unwrap();
     let state = v1::VrnicState { name: "v".into(), there: true, programs: 2, ..Default::default() };
-    let report = v1::Report { vrnics: vec![state], clock_ms: NOW };
+    let report = v1::Report { vrnics: vec![state], clock_ms: NOW, pools: Vec::new() };
     fleet.centres[1].report("h1", report, NOW);
     let applied = v1::Applied { revision: 3, problems: vec!["a problem".into()] };
     fleet.centres[1].applied("h1", &applied, NOW);

@@ -286,7 +286,7 @@ impl Host {
                 _ = reports.tick() => {
                     let vrnics = self.report(last.elapsed().as_secs_f64());
                     last = Instant::now();
-                    let report = v1::Report { vrnics, clock_ms: clock_ms() };
+                    let report = v1::Report { vrnics, clock_ms: clock_ms(), pools: Vec::new() };
                     send.send(message(from_host::Message::Report(report))).await.map_err(gone)?;
                 }
             }

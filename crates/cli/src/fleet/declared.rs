@@ -17,6 +17,7 @@ pub(super) const EXAMPLES: &str = "Example, network.toml:
   share = { rate = \"10G\" }
   max_vrnics = 500        # for everybody; without these lines tenants make up
   max_rules = 100         # to 62,500 and 4,096, and administrators any number
+  vlan = 100              # for VFs of real RNICs: no other group has it
 
   [[group]]
   name = \"red\"
@@ -31,6 +32,7 @@ pub(super) const EXAMPLES: &str = "Example, network.toml:
   name = \"db\"
   group = \"blue\"
   ips = [\"10.0.0.9\"]
+  way = \"auto\"            # a VF if the host has one for it; also \"vf\" and \"soft\"
   share = { weight = 200, rate = \"2.5 Gbit/s\", ops = \"500k\", burst = \"10ms\" }
   limits = { max_qp = 64, max_mr_bytes = 1_000_000_000 }
 
@@ -74,6 +76,7 @@ struct Group {
     #[serde(alias = "maxRules")]
     max_rules: Option<u32>,
     secret: bool,
+    vlan: Option<u32>,
     limits: Option<Limits>,
     share: Option<Share>,
 }
@@ -95,6 +98,31 @@ struct Vrnic {
     down: bool,
     #[serde(alias = "byHost")]
     by_host: bool,
+    way: Way,
+    instance: String,
+}
+
+/// The way of programs ([`v1::Way`]), in the words of `unirdma vrnic add` or of JSON.
+#[derive(Clone, Copy, Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Way {
+    #[default]
+    #[serde(alias = "SOFT")]
+    Soft,
+    #[serde(alias = "VF")]
+    Vf,
+    #[serde(alias = "AUTO")]
+    Auto,
+}
+
+impl From<Way> for v1::Way {
+    fn from(way: Way) -> Self {
+        match way {
+            Way::Soft => v1::Way::Soft,
+            Way::Vf => v1::Way::Vf,
+            Way::Auto => v1::Way::Auto,
+        }
+    }
 }
 
 /// [`v1::Share`] as people write it.
@@ -223,16 +251,17 @@ impl From<Limits> for v1::Limits {
 impl From<Group> for v1::Group {
     fn from(g: Group) -> Self {
         let (limits, share) = (g.limits.map(Into::into), g.share.map(Into::into));
-        let Group { name, vni, ranges, weight, max_vrnics, max_rules, secret, .. } = g;
-        v1::Group { name, vni, ranges, weight, max_vrnics, max_rules, secret, limits, share }
+        let Group { name, vni, ranges, weight, max_vrnics, max_rules, secret, vlan, .. } = g;
+        v1::Group { name, vni, ranges, weight, max_vrnics, max_rules, secret, limits, share, vlan }
     }
 }
 
 impl From<Vrnic> for v1::Vrnic {
     fn from(v: Vrnic) -> Self {
         let (limits, share) = (v.limits.map(Into::into), v.share.map(Into::into));
-        let Vrnic { name, group, host, ips, mac, guid, allow_spoof, down, by_host, .. } = v;
-        v1::Vrnic { name, group, host, ips, mac, guid, limits, share, allow_spoof, down, by_host }
+        let way = v1::Way::from(v.way).into();
+        let Vrnic { name, group, host, ips, mac, guid, allow_spoof, down, by_host, instance, .. } = v;
+        v1::Vrnic { name, group, host, ips, mac, guid, limits, share, allow_spoof, down, by_host, way, instance }
     }
 }
 
@@ -319,10 +348,10 @@ mod tests {
         assert_eq!(objects.len(), 5);
         let Some(v1::object::Object::Group(blue)) = &objects[0].object else { panic!("{objects:?}") };
         assert_eq!(blue.share.unwrap().rate, Some(10_000_000_000));
-        assert_eq!((blue.max_vrnics, blue.max_rules), (Some(500), Some(100)));
+        assert_eq!((blue.max_vrnics, blue.max_rules, blue.vlan), (Some(500), Some(100), Some(100)));
         let Some(v1::object::Object::Vrnic(db)) = &objects[3].object else { panic!("{objects:?}") };
         let share = v1::Share { weight: Some(200), rate: Some(2_500_000_000), ops: Some(500_000), burst: Some(10_000) };
-        assert_eq!((db.ips[0].as_str(), db.share), ("10.0.0.9", Some(share)));
+        assert_eq!((db.ips[0].as_str(), db.share, db.way()), ("10.0.0.9", Some(share), v1::Way::Auto));
         assert_eq!(db.limits.unwrap().max_mr_bytes, Some(1_000_000_000));
         let Some(v1::object::Object::Rule(rule)) = &objects[4].object else { panic!("{objects:?}") };
         assert!(rule.both && rule.action() == v1::rule::Action::Allow && rule.priority == 100);

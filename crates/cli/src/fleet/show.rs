@@ -126,6 +126,23 @@ fn problems(s: &v1::HostState) -> String {
     clock.into_iter().chain(s.problems.iter().cloned()).collect::<Vec<_>>().join("; ")
 }
 
+/// VFs that programs may have at once, of all in the host's pool.
+fn free_vfs(s: Option<&v1::HostState>) -> String {
+    let pools = s.map_or(&[][..], |s| &s.pools);
+    let (ready, vfs) = pools.iter().fold((0u64, 0u64), |(r, n), p| (r + u64::from(p.ready), n + u64::from(p.vfs)));
+    if pools.is_empty() { "-".into() } else { format!("{ready}/{vfs}") }
+}
+
+/// The way of a vRNIC's programs, and the VF that they have.
+fn way(asked: v1::Way, s: Option<&v1::VrnicState>) -> String {
+    let word = |way: v1::Way| way.as_str_name().to_lowercase();
+    match s.filter(|s| s.there) {
+        Some(s) if !s.vf.is_empty() => format!("{} ({})", word(asked), s.vf),
+        Some(s) if s.way() != asked => format!("{} ({})", word(asked), word(s.way())),
+        _ => word(asked),
+    }
+}
+
 fn rows(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let head = head.iter().map(ToString::to_string).collect();
     table(&std::iter::once(head).chain(rows).collect::<Vec<_>>())
@@ -149,10 +166,11 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                     or_dash(&h.addresses.join(",")),
                     here.into(),
                     applied.to_string(),
+                    free_vfs(s.copied()),
                     or_dash(&problems),
                 ]
             });
-            rows(&["NAME", "ADDRESSES", "CONNECTED", "REVISION", "PROBLEMS"], lines)
+            rows(&["NAME", "ADDRESSES", "CONNECTED", "REVISION", "FREE VFS", "PROBLEMS"], lines)
         }
         KindArg::Group => {
             let groups = all().filter_map(|o| if let Object::Group(g) = o { Some(g) } else { None });
@@ -161,9 +179,11 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                 let secret = if g.secret { "yes" } else { "no" };
                 let [_, rate, ops] = share(g.share.as_ref());
                 let most = [number(g.max_vrnics), number(g.max_rules)].join("/");
-                vec![g.name.clone(), number(g.vni), ranges, number(g.weight), most, secret.into(), rate, ops]
+                let [vni, vlan, weight] = [g.vni, g.vlan, g.weight].map(number);
+                vec![g.name.clone(), vni, vlan, ranges, weight, most, secret.into(), rate, ops]
             });
-            rows(&["NAME", "VNI", "RANGES", "WEIGHT", "MAX VRNICS/RULES", "SECRET", "RATE", "OPS"], lines)
+            let head = ["NAME", "VNI", "VLAN", "RANGES", "WEIGHT", "MAX VRNICS/RULES", "SECRET", "RATE", "OPS"];
+            rows(&head, lines)
         }
         KindArg::Vrnic => {
             let states: std::collections::HashMap<&str, &v1::VrnicState> =
@@ -181,13 +201,15 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                     v.ips.join(","),
                     v.mac.clone(),
                     there.into(),
+                    way(v.way(), s.copied()),
                     programs,
                     weight,
                     rate,
                     ops,
                 ]
             });
-            rows(&["NAME", "GROUP", "HOST", "ADDRESS", "MAC", "THERE", "PROGRAMS", "WEIGHT", "RATE", "OPS"], lines)
+            let head = ["NAME", "GROUP", "HOST", "ADDRESS", "MAC", "THERE", "WAY", "PROGRAMS", "WEIGHT", "RATE", "OPS"];
+            rows(&head, lines)
         }
         KindArg::Rule => {
             let rules = all().filter_map(|o| if let Object::Rule(r) = o { Some(r) } else { None });
@@ -283,6 +305,21 @@ pub(super) fn status(s: &v1::StatusResponse, json: bool) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ways_and_pools_are_shown_in_a_few_words() {
+        let pool = |ready, vfs| v1::Pool { ready, vfs, ..Default::default() };
+        let host = v1::HostState { pools: vec![pool(3, 8), pool(0, 4)], ..Default::default() };
+        assert_eq!((free_vfs(Some(&host)), free_vfs(None)), ("3/12".into(), "-".into()));
+        let mut s = v1::VrnicState { there: true, ..Default::default() };
+        assert_eq!(way(v1::Way::Auto, None), "auto");
+        assert_eq!(way(v1::Way::Soft, Some(&s)), "soft");
+        assert_eq!(way(v1::Way::Auto, Some(&s)), "auto (soft)");
+        s.set_way(v1::Way::Vf);
+        assert_eq!(way(v1::Way::Vf, Some(&s)), "vf");
+        s.vf = "ens1f0/3".into();
+        assert_eq!(way(v1::Way::Auto, Some(&s)), "auto (ens1f0/3)");
+    }
 
     #[test]
     fn limits_and_clocks_are_shown_as_people_write_them() {

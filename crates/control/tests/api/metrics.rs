@@ -70,7 +70,7 @@ async fn a_scraper_reads_what_the_centre_does() {
     let applied = v1::Applied { revision, problems: vec!["no room".into()] };
     h1.send.send(v1::FromHost { message: Some(from_host::Message::Applied(applied)) }).await.unwrap();
     let clock_ms = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis() as u64;
-    let report = v1::Report { vrnics: Vec::new(), clock_ms };
+    let report = v1::Report { vrnics: Vec::new(), clock_ms, pools: Vec::new() };
     h1.send.send(v1::FromHost { message: Some(from_host::Message::Report(report)) }).await.unwrap();
     wait_until(|| {
         let page = scrape(at);

@@ -191,7 +191,7 @@ async fn a_name_is_for_one_host_and_a_wrong_clock_changes_nothing() {
     assert_eq!(lab.revision().await, before, "no token is used up, and no host is made");
 
     // An hour in the future.
-    let report = v1::Report { vrnics: Vec::new(), clock_ms: (now() + 3_600) * 1_000 };
+    let report = v1::Report { vrnics: Vec::new(), clock_ms: (now() + 3_600) * 1_000, pools: Vec::new() };
     h1.send.send(v1::FromHost { message: Some(from_host::Message::Report(report)) }).await.unwrap();
     let q = v1::GetRequest { kind: v1::Kind::Host.into(), ..Default::default() };
     let mut fleet = lab.fleet().await;

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 
+use crate::model::{MAX_VLAN, MAX_VNI, MAX_WEIGHT};
 use crate::v1::{self, item::Item, item_key};
 
 /// The key of a piece. Its order is the order in which pieces are applied: a vRNIC serves programs once its peers and
@@ -54,8 +55,8 @@ impl Key {
 pub enum ItemError {
     #[error("{0:?} is no name")]
     Name(String),
-    #[error("group {name} has the VNI {vni} and the weight {weight}")]
-    Group { name: String, vni: u32, weight: u32 },
+    #[error("group {} has the VNI {}, the weight {} and the VLAN {}", .0.name, .0.vni, .0.weight, .0.vlan)]
+    Group(v1::HostGroup),
     #[error("vRNIC {name} has the addresses {ips:?}, the MAC {mac:?} and the GUID {guid:?}")]
     Vrnic { name: String, ips: Vec<String>, mac: String, guid: String },
     #[error("host {host} has the addresses {addresses:?}")]
@@ -82,8 +83,8 @@ pub fn key_of(item: &Item) -> Result<Key, ItemError> {
     match item {
         Item::Group(g) => {
             check_name(&g.name)?;
-            if !(1..=0xff_ffff).contains(&g.vni) || !(1..=10_000).contains(&g.weight) {
-                return Err(ItemError::Group { name: g.name.clone(), vni: g.vni, weight: g.weight });
+            if !(1..=MAX_VNI).contains(&g.vni) || !(1..=MAX_WEIGHT).contains(&g.weight) || g.vlan > MAX_VLAN {
+                return Err(ItemError::Group(g.clone()));
             }
             Ok(Key::Group(g.name.clone()))
         }

@@ -673,8 +673,8 @@ impl Agent {
         Some((id, problem.map_or(answer, |p| Err(AskError::Refused(p)))))
     }
 
-    /// Reports statistics of the vRNICs. Only changed ones are sent.
-    pub fn report(&mut self, states: Vec<v1::VrnicState>, clock_ms: u64) {
+    /// Reports the state of the vRNICs and of the pool of VFs. Of the vRNICs, only changed ones are sent.
+    pub fn report(&mut self, states: Vec<v1::VrnicState>, pools: Vec<v1::Pool>, clock_ms: u64) {
         if !matches!(self.link, Link::Connected { .. }) {
             return;
         }
@@ -684,7 +684,7 @@ impl Agent {
             gone.map(|n| v1::VrnicState { name: n.clone(), ..v1::VrnicState::default() }).collect();
         vrnics.extend(now.values().filter(|s| self.reported.get(&s.name) != Some(*s)).cloned());
         self.reported = now;
-        self.send(from_host::Message::Report(v1::Report { vrnics, clock_ms }));
+        self.send(from_host::Message::Report(v1::Report { vrnics, clock_ms, pools }));
     }
 
     /// The state of the connection and of the update.

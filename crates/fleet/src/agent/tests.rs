@@ -1,7 +1,7 @@
 use super::*;
 
 fn group(name: &str, vni: u32) -> Item {
-    Item::Group(v1::HostGroup { name: name.into(), vni, weight: 100 })
+    Item::Group(v1::HostGroup { name: name.into(), vni, weight: 100, vlan: 0 })
 }
 
 fn vrnic(name: &str, ip: &str) -> Item {
@@ -369,10 +369,10 @@ fn what_a_lost_connection_left_open_is_asked_again() {
 fn only_figures_that_have_changed_are_sent() {
     let mut h = Host::new();
     let state = |name: &str, qps| v1::VrnicState { name: name.into(), there: true, qps, ..v1::VrnicState::default() };
-    h.agent.report(vec![state("a", 1)], 1);
+    h.agent.report(vec![state("a", 1)], Vec::new(), 1);
     h.connect();
     let sent = |h: &mut Host, states: Vec<v1::VrnicState>| {
-        h.agent.report(states, 1);
+        h.agent.report(states, Vec::new(), 1);
         match h.agent.poll_message().unwrap().message.unwrap() {
             from_host::Message::Report(r) => r.vrnics,
             other => panic!("{other:?}"),

@@ -207,7 +207,7 @@ impl World {
                 programs: u32::from(host.programs.contains(n)),
                 ..v1::VrnicState::default()
             };
-            agent.report(host.made.keys().map(state).collect(), EPOCH + now);
+            agent.report(host.made.keys().map(state).collect(), Vec::new(), EPOCH + now);
         }
         if agent.poll_connect(now) {
             self.connect(h);

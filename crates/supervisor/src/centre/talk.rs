@@ -39,7 +39,7 @@ enum Event {
     Said(u64, Box<v1::ToHost>),
     Ended(u64, String),
     Done(Vec<Work>, BTreeMap<Key, String>),
-    Figures(Vec<v1::VrnicState>),
+    Figures(Vec<v1::VrnicState>, Vec<v1::Pool>),
 }
 
 /// An open connection.
@@ -188,8 +188,8 @@ impl Talker {
                 }
             }
             Event::Done(work, failed) => self.agent.carried(now, work, failed),
-            Event::Figures(figures) => {
-                self.agent.report(figures, clock_ms());
+            Event::Figures(vrnics, pools) => {
+                self.agent.report(vrnics, pools, clock_ms());
                 self.report_at = Some(Instant::now() + REPORT);
             }
         }
@@ -247,7 +247,10 @@ impl Talker {
         if self.open.is_some() && self.report_at.is_some_and(|at| at <= Instant::now()) {
             self.report_at = None;
             let (supervisor, events) = (self.supervisor.clone(), self.events.clone());
-            tokio::task::spawn_blocking(move || _ = events.blocking_send(Event::Figures(supervisor.report())));
+            tokio::task::spawn_blocking(move || {
+                let figures = Event::Figures(supervisor.report(), supervisor.report_pools());
+                let _ = events.blocking_send(figures);
+            });
         } else if self.report_at.is_some_and(|at| at <= Instant::now()) {
             self.report_at = Some(Instant::now() + REPORT);
         }

@@ -3,7 +3,7 @@
 use unirdma_fleet::v1::hosts_server::{Hosts, HostsServer};
 use unirdma_fleet::v1::{FromHost, JoinRequest, JoinResponse, ToHost, Update, from_host, item::Item, to_host};
 use unirdma_ipc::config::EngineConfig;
-use unirdma_ipc::vrnic::{AddVrnic, SetHeld, SetShare};
+use unirdma_ipc::vrnic::{AddVrnic, SetHeld, SetShare, Way};
 
 use super::*;
 use crate::admin::{Request, Response, StatusInfo};
@@ -260,7 +260,7 @@ fn new_dir(name: &str) -> PathBuf {
 }
 
 fn group(weight: u32) -> Item {
-    Item::Group(v1::HostGroup { name: "blue".into(), vni: 9, weight })
+    Item::Group(v1::HostGroup { name: "blue".into(), vni: 9, weight, vlan: 0 })
 }
 
 fn vrnic(name: &str, n: u8, by_host: bool) -> v1::Vrnic {
@@ -459,4 +459,76 @@ fn a_host_without_an_address_of_our_family_is_not_reached() {
     };
     let changes = n.set_peer("b", Some(&peer));
     assert!(matches!(&changes[..], [crate::peer_change::Change::Address { place: None, .. }]), "{changes:?}");
+}
+
+#[test]
+fn vlans_of_groups_and_ways_of_vrnics_are_the_centres() {
+    let dir = new_dir("ways");
+    let centre = TestCentre::start(&Arc::new(Authority::new()), false, "127.0.0.1:0");
+    let url = format!("http://{}", centre.address);
+    let host = TestHost::start(TestHost::config(&dir, [127, 0, 62, 1], &url, None));
+    let (attached, _) = centre.attached();
+    let group = |name: &str, vni, vlan| Item::Group(v1::HostGroup { name: name.into(), vni, weight: 100, vlan });
+    let vrnic = |name: &str, group: &str, n, way: v1::Way| {
+        Item::Vrnic(v1::Vrnic { group: group.into(), way: way.into(), instance: "pod".into(), ..vrnic(name, n, false) })
+    };
+    let vlans = || match host.ask(Request::GroupList) {
+        Ok(Response::Groups(all)) => {
+            all.into_iter().filter(|g| g.name != "default").map(|g| (g.name, g.vlan)).collect::<Vec<_>>()
+        }
+        other => panic!("{other:?}"),
+    };
+    let (blue, red) = ("blue".to_owned(), "red".to_owned());
+    let all = vec![
+        group("blue", 9, 100),
+        group("red", 8, 200),
+        vrnic("a", "blue", 1, v1::Way::Auto),
+        vrnic("r", "red", 2, v1::Way::Soft),
+    ];
+    attached.update(1, true, all, Vec::new());
+    assert_eq!(attached.applied(), (1, vec![]));
+    assert_eq!(vlans(), [(blue.clone(), 100), (red.clone(), 200)]);
+    assert_eq!(host.show("a").way.asked, Way::Auto);
+    // This host has no pool: the centre hears of the way in force, and why.
+    let (way, why) = attached.next(|m| match m {
+        from_host::Message::Report(r) => r.vrnics.into_iter().find(|v| v.name == "a").map(|v| (v.way(), v.why)),
+        _ => None,
+    });
+    assert!(way == v1::Way::Soft && why.starts_with("this host has no pool of VFs"), "{why}");
+    // The centre exchanges the VLANs in one step.
+    attached.update(2, false, vec![group("blue", 9, 200), group("red", 8, 100)], Vec::new());
+    assert_eq!(attached.applied(), (2, vec![]));
+    assert_eq!(vlans(), [(blue, 200), (red, 100)]);
+    // A way that this host does not have is a problem of this vRNIC only, and the next order mends it.
+    attached.update(
+        3,
+        false,
+        vec![vrnic("a", "blue", 1, v1::Way::Vf), vrnic("b", "blue", 3, v1::Way::Soft)],
+        Vec::new(),
+    );
+    let (revision, problems) = attached.applied();
+    assert!(
+        revision == 3 && problems[0].starts_with("vRNIC a cannot have the way vf: this host has no"),
+        "{problems:?}"
+    );
+    assert_eq!(host.names(), ["b", "r"]);
+    attached.update(4, false, vec![vrnic("a", "blue", 1, v1::Way::Soft)], Vec::new());
+    assert_eq!(attached.applied(), (4, vec![]));
+    assert_eq!(host.show("a").way.asked, Way::Soft);
+    // An administrator of the host asks for a VF.
+    std::thread::scope(|scope| {
+        let add = AddVrnic { name: "own".into(), group: Some("blue".into()), way: Way::Vf, ..AddVrnic::default() };
+        let asked = scope.spawn(|| host.ask(Request::VrnicAdd(add)));
+        let (id, put) = attached.next(|m| match m {
+            from_host::Message::Ask(v1::Ask { id, change: Some(v1::ask::Change::Put(v)) }) => Some((id, v)),
+            _ => None,
+        });
+        assert_eq!(put.way(), v1::Way::Vf);
+        attached.update(5, false, vec![vrnic("own", "blue", 7, v1::Way::Vf)], Vec::new());
+        attached.say(to_host::Message::Reply(v1::Reply { id, error: String::new(), vrnic: Some(put) }));
+        let e = asked.join().unwrap().unwrap_err();
+        assert!(e.starts_with("vRNIC own cannot have the way vf: this host has no pool"), "{e}");
+    });
+    drop(host);
+    std::fs::remove_dir_all(dir).unwrap();
 }

@@ -195,7 +195,7 @@ impl Supervisor {
     }
 
     /// Sets the VLAN that a group has on real RNICs; 0: none. Leases that its vRNICs have keep theirs.
-    fn set_vlan(&self, name: &str, vlan: u16) -> Reply {
+    pub(super) fn set_vlan(&self, name: &str, vlan: u16) -> Reply {
         let group = self.names().groups.get(name).cloned().ok_or_else(|| no_group(name))?;
         let inner = group.lock();
         if inner.removed {

@@ -13,7 +13,7 @@ use unirdma_fleet::agent::{self, Key, Work};
 use unirdma_fleet::v1::{self, ask, item::Item};
 use unirdma_formats::{Guid, Mac};
 use unirdma_ipc::secrets::{GroupSecrets, Secret, Secrets};
-use unirdma_ipc::vrnic::{self, AddVrnic, Hardware, SetHeld, SetShare, VrnicInfo};
+use unirdma_ipc::vrnic::{self, AddVrnic, Hardware, SetHeld, SetShare, VrnicInfo, Way};
 use unirdma_policy::{Action, Rule, Selector};
 use unirdma_rnic::Share;
 
@@ -138,8 +138,8 @@ pub(super) struct Fleet {
     neighbours: Mutex<Neighbours>,
     /// The centre's rules and secrets.
     ordered: Mutex<CentreState>,
-    /// Weights of the centre's groups, including groups that have no worker yet.
-    weights: Mutex<BTreeMap<String, u32>>,
+    /// The centre's groups, including groups that have no worker yet.
+    groups: Mutex<BTreeMap<String, v1::HostGroup>>,
     /// vRNICs requested from the centre without success. The centre may have made one, and died before it answered.
     pending_grants: Mutex<BTreeMap<String, v1::Vrnic>>,
 }
@@ -151,7 +151,7 @@ impl Fleet {
             centre: OnceLock::new(),
             neighbours: Mutex::new(Neighbours::new(addresses)),
             ordered: Mutex::default(),
-            weights: Mutex::default(),
+            groups: Mutex::default(),
             pending_grants: Mutex::default(),
         }
     }
@@ -198,6 +198,7 @@ impl Supervisor {
     pub fn carry_out(self: &Arc<Self>, work: &[Work]) -> BTreeMap<Key, String> {
         let mut failed = BTreeMap::new();
         let mut news = Vec::new();
+        self.note_groups(work);
         // Groups whose secrets have changed. All changes of a group are put in force together.
         let mut sealed: BTreeMap<String, Key> = BTreeMap::new();
         for w in work {
@@ -254,6 +255,18 @@ impl Supervisor {
         failed
     }
 
+    /// Notes all groups before the first order is carried out, since one of them may need what another one gives up.
+    fn note_groups(&self, work: &[Work]) {
+        let mut groups = lock(&self.fleet.groups);
+        for w in work {
+            match (&w.key, &w.item) {
+                (Key::Group(name), Some(Item::Group(g))) => _ = groups.insert(name.clone(), g.clone()),
+                (Key::Group(name), _) => _ = groups.remove(name),
+                _ => {}
+            }
+        }
+    }
+
     fn settle_all_secrets(&self, sealed: &mut BTreeMap<String, Key>, failed: &mut BTreeMap<Key, String>) {
         for (group, key) in std::mem::take(sealed) {
             if let Err(e) = self.settle_secrets(&group) {
@@ -284,26 +297,33 @@ impl Supervisor {
         }
     }
 
-    /// Sets a group's weight. The group gets a worker with its first vRNIC here. If `group` is `None`, the group and
-    /// its worker are removed.
+    /// Sets a group's weight and VLAN. The group gets a worker with its first vRNIC here. If `group` is `None`, the
+    /// group and its worker are removed.
     fn settle_group(&self, name: &str, group: Option<&v1::HostGroup>) -> Result<(), RequestError> {
-        let there = self.names().groups.get(name).cloned();
-        match (group, there) {
-            (Some(g), there) => {
-                lock(&self.fleet.weights).insert(name.into(), g.weight);
-                match there.filter(|t| t.weight() != g.weight) {
-                    Some(_) => self.set_group(name, Some(g.weight), None, None, None).map(drop),
-                    None => Ok(()),
+        let Some(there) = self.names().groups.get(name).cloned() else { return Ok(()) };
+        match group {
+            Some(g) => {
+                if there.weight() != g.weight {
+                    self.set_group(name, Some(g.weight), None, None, None)?;
                 }
+                self.settle_vlan(&there)
             }
-            (None, there) => {
-                lock(&self.fleet.weights).remove(name);
-                match there {
-                    Some(_) if name != DEFAULT_GROUP => self.remove_group(name).map(drop),
-                    _ => Ok(()),
-                }
-            }
+            None if name != DEFAULT_GROUP => self.remove_group(name).map(drop),
+            None => Ok(()),
         }
+    }
+
+    /// Gives a group the VLAN that the centre orders.
+    fn settle_vlan(&self, group: &Group) -> Result<(), RequestError> {
+        let ordered = |name: &str| lock(&self.fleet.groups).get(name).map(|g| g.vlan as u16);
+        let Some(vlan) = ordered(&group.name).filter(|v| *v != group.vlan()) else { return Ok(()) };
+        // While the centre exchanges VLANs of groups, a group may have one that is another one's from now on.
+        let has_it = |g: &Arc<Group>| vlan > 0 && g.vlan() == vlan && ordered(&g.name).is_some_and(|o| o != vlan);
+        let holders: Vec<Arc<Group>> = self.names().groups.values().filter(|g| has_it(g)).cloned().collect();
+        for holder in holders {
+            self.set_vlan(&holder.name, 0)?;
+        }
+        self.set_vlan(&group.name, vlan).map(drop)
     }
 
     /// Makes or changes a vRNIC as the centre orders.
@@ -312,8 +332,8 @@ impl Supervisor {
         let group = add.group.clone().unwrap_or_default();
         let now = self.names().vrnics.get(&v.name).map(|n| (n.group.clone(), n.hardware, n.ips.clone()));
         let Some((group_now, hardware_now, ips)) = now else { return self.make_of_fleet(&add, hardware, !v.down) };
-        let limits_now = self.member_of(&v.name, |m| m.new.limits)?;
-        if (&group_now, hardware_now, limits_now) != (&group, hardware, add.limits()) {
+        let now = self.member_of(&v.name, |m| (m.new.limits, m.new.way, m.new.instance.clone()))?;
+        if (&group_now, hardware_now, now) != (&group, hardware, (add.limits(), add.way, add.instance.clone())) {
             self.drop_vrnic(&v.name, false)
                 .map_err(|e| RequestError::ToBeMadeAnew { vrnic: v.name.clone(), error: e.into() })?;
             return self.make_of_fleet(&add, hardware, !v.down);
@@ -339,13 +359,15 @@ impl Supervisor {
     fn make_of_fleet(self: &Arc<Self>, add: &AddVrnic, hardware: Hardware, up: bool) -> Result<(), RequestError> {
         let group = add.group.clone().unwrap_or_default();
         if !self.names().groups.contains_key(&group) {
-            let weight = lock(&self.fleet.weights).get(&group).copied().unwrap_or(USUAL_GROUP_WEIGHT);
+            let weight = lock(&self.fleet.groups).get(&group).map_or(USUAL_GROUP_WEIGHT, |g| g.weight);
             self.make_group(&group, weight, None)?;
             let ordered = lock(&self.fleet.ordered).secrets_of(&group)?;
             if !ordered.is_empty() {
                 self.settle_secrets(&group)?;
             }
         }
+        let made = self.names().groups.get(&group).cloned();
+        made.map_or(Ok(()), |g| self.settle_vlan(&g))?;
         self.add_vrnic_as(add, Some(hardware), up).map(drop)
     }
 
@@ -405,6 +427,8 @@ impl Supervisor {
                 allow_spoof: n.allow_spoof,
                 down: !n.up,
                 by_host: true,
+                way: write_way(n.way).into(),
+                instance: n.instance.clone().unwrap_or_default(),
             }
         })
     }
@@ -447,7 +471,7 @@ impl Supervisor {
         v1::VrnicState {
             name: v.name,
             there: true,
-            programs: v.sessions as u32,
+            programs: v.sessions.max(v.way.contexts as usize) as u32,
             qps: v.qps as u32,
             mrs: (v.mrs_mapped + v.mrs_copied) as u32,
             sent_bytes: c.sent_bytes,
@@ -455,8 +479,25 @@ impl Supervisor {
             operations: c.sent_wrs,
             errors: c.errors,
             connections,
+            way: write_way(v.way.in_force).into(),
+            why: v.way.why.unwrap_or_default(),
+            vf: v.way.vf.unwrap_or_default(),
+            real_gid: v.way.gid.unwrap_or_default(),
             ..v1::VrnicState::default()
         }
+    }
+
+    /// The report on this host's pool of VFs for the centre.
+    pub fn report_pools(&self) -> Vec<v1::Pool> {
+        let mut pools: BTreeMap<String, v1::Pool> = BTreeMap::new();
+        let vfs = self.vfs.as_ref().map(|pool| pool.info().vfs).unwrap_or_default();
+        for vf in vfs {
+            let pool = pools.entry(vf.pf.clone()).or_insert_with(|| v1::Pool { pf: vf.pf, ..v1::Pool::default() });
+            pool.vfs += 1;
+            pool.ready += u32::from(vf.kind == "ready");
+            pool.leased += u32::from(vf.kind == "leased");
+        }
+        pools.into_values().collect()
     }
 
     // --- administrators of this host ---
@@ -465,7 +506,6 @@ impl Supervisor {
     pub(super) fn answer_of_fleet(&self, request: &Request) -> Option<Reply> {
         let centre = self.centre()?;
         let name = match request {
-            Request::VrnicAdd(add) if add.way.asks() => return Some(Err(RequestError::WayOfFleet)),
             Request::VrnicAdd(add) => return Some(self.ask_for(centre, add)),
             Request::GroupAdd { .. } | Request::GroupSet { .. } | Request::GroupRemove { .. } => {
                 return Some(Err(RequestError::GroupOfCentre { url: centre.info().url }));
@@ -523,8 +563,9 @@ impl Supervisor {
         match request {
             Request::VrnicRemove { force, .. } => {
                 let Response::Vrnic(info) = self.show(&name, false)? else { return Err(missing(&name)) };
-                if !force && (info.sessions > 0 || info.attached) {
-                    return Err(RequestError::InUse { vrnic: name, sessions: info.sessions });
+                let sessions = info.sessions.max(info.way.contexts as usize);
+                if !force && (sessions > 0 || info.attached) {
+                    return Err(RequestError::InUse { vrnic: name, sessions });
                 }
                 if *force {
                     lock(&self.forced_removals).insert(name.clone());
@@ -590,6 +631,8 @@ fn wanted(add: &AddVrnic, host: &str) -> v1::Vrnic {
         share: Some(share_of(&add.share)),
         allow_spoof: add.allow_spoof,
         by_host: true,
+        way: write_way(add.way).into(),
+        instance: add.instance.clone().unwrap_or_default(),
         ..v1::Vrnic::default()
     }
 }
@@ -611,9 +654,26 @@ fn read(v: &v1::Vrnic) -> Result<(AddVrnic, Hardware), RequestError> {
         allow_spoof: v.allow_spoof,
         share: SetShare { weight: s.weight, rate_bps: s.rate, ops: s.ops, burst_us: s.burst },
         held: held_of(l),
-        ..AddVrnic::default()
+        way: read_way(v.way()),
+        instance: Some(v.instance.clone()).filter(|i| !i.is_empty()),
     };
     Ok((add, Hardware { mac: Mac(mac), guid: Guid(guid).0 }))
+}
+
+fn read_way(way: v1::Way) -> Way {
+    match way {
+        v1::Way::Soft => Way::Soft,
+        v1::Way::Vf => Way::Vf,
+        v1::Way::Auto => Way::Auto,
+    }
+}
+
+fn write_way(way: Way) -> v1::Way {
+    match way {
+        Way::Soft => v1::Way::Soft,
+        Way::Vf => v1::Way::Vf,
+        Way::Auto => v1::Way::Auto,
+    }
 }
 
 fn held_of(l: v1::Limits) -> SetHeld {

@@ -107,13 +107,10 @@ pub(super) enum RequestError {
     #[error("vRNIC {vrnic} is the control centre's ({url}): change it there, with `unirdma {command}`")]
     VrnicOfCentre { vrnic: String, url: String, command: &'static str },
 
-    #[error("vRNICs of a fleet have the way soft; leave --way out")]
-    WayOfFleet,
-
     // Orders of the control centre.
     #[error("its MAC or GUID is none")]
     Hardware,
-    #[error("vRNIC {vrnic} is to be made anew, as its group, MAC or limits are others: {error}")]
+    #[error("vRNIC {vrnic} is to be made anew, as its group, MAC, limits or way are others: {error}")]
     ToBeMadeAnew { vrnic: String, error: Box<RequestError> },
     #[error("vRNIC {0} is to leave this host, but programs use it; it goes when they have ended")]
     ToLeave(String),

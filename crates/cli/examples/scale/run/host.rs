@@ -186,7 +186,7 @@ impl Host {
                     let mut agent = locked(&self.agent);
                     let state = |v: &v1::Vrnic| v1::VrnicState { name: v.name.clone(), there: true, ..Default::default() };
                     let states = agent.vrnics().map(state).collect();
-                    agent.report(states, clock_ms());
+                    agent.report(states, Vec::new(), clock_ms());
                 }
                 () = tokio::time::sleep_until(self.until().into()) => {}
                 () = self.wake.notified() => {}

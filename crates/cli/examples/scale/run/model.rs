@@ -222,7 +222,7 @@ impl Fleet {
         items.extend(self.on(host).filter(|v| of(&v.group)).map(|v| Item::Vrnic(v.clone())));
         items.extend(groups.into_iter().map(|g| {
             let g = &self.groups[g].object;
-            Item::Group(v1::HostGroup { name: g.name.clone(), vni: g.vni.unwrap_or_default(), weight: 100 })
+            Item::Group(v1::HostGroup { name: g.name.clone(), vni: g.vni.unwrap_or_default(), weight: 100, vlan: 0 })
         }));
         let bare = |v: &v1::Vrnic| v.ips.iter().filter_map(|a| a.split('/').next()).map(str::to_owned).collect();
         let places: BTreeSet<&str> = peers.values().map(|v| v.host.as_str()).filter(|h| *h != host).collect();
