@@ -361,7 +361,7 @@ impl Transaction<'_> {
                 "only an administrator may let it send with the addresses of others (allow_spoof)",
             ));
         }
-        if v.way() != v1::Way::Soft && group.object.vlan.is_none() && !old.is_some_and(|o| o.way == v.way) {
+        if v.way() != v1::Way::Soft && group.object.vlan.is_none() && old.is_none_or(|o| o.way != v.way) {
             return Err(Refusal::denied(format_args!(
                 "group {} has no VLAN, so only an administrator may let its vRNICs use VFs",
                 v.group
