@@ -16,7 +16,7 @@ use crate::{Out, ask};
 pub(crate) struct VfArgs {
     /// VFs of a real RNIC for this host's pool: the PF's network device, how many, how groups are kept apart (vlan:
     /// each group has a VLAN; fabric=GROUP: only this group uses the PF), and the first address of the VFs, for root
-    /// only. Programs do not use the pool yet
+    /// only
     #[arg(long, value_name = "NETDEV,vfs=N,vlan|fabric=GROUP,ADDR/PREFIX[,...]", value_parser = parse_pf)]
     vf_pf: Vec<PfConfig>,
     /// What a program gets if no VF is free: it waits (wait=30s), gets the software RNIC, or is refused

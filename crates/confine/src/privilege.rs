@@ -143,7 +143,7 @@ pub struct Needs {
     pub network: bool,
     /// It opens packet sockets (`--full-icrc`).
     pub packets: bool,
-    /// It sets up VFs, and sees which processes of all users have them open.
+    /// It sets up VFs, makes device nodes for programs, and sees which processes of all users have VFs open.
     pub vfs: bool,
 }
 
@@ -161,7 +161,7 @@ impl Needs {
                 | CapabilitySet::SYS_NICE,
         ) | of(self.network, CapabilitySet::NET_ADMIN)
             | of(self.packets, CapabilitySet::NET_RAW)
-            | of(self.vfs, CapabilitySet::NET_ADMIN | CapabilitySet::SYS_PTRACE)
+            | of(self.vfs, CapabilitySet::NET_ADMIN | CapabilitySet::SYS_PTRACE | CapabilitySet::MKNOD)
             | CapabilitySet::DAC_READ_SEARCH
     }
 }

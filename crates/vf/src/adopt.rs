@@ -62,7 +62,7 @@ impl Leases {
             }
         }
         for (vf, state) in states(config, seen, &leases) {
-            if let State::Dirty(Why::Used { objects, users }) = state
+            if let State::Dirty(Why::Used { objects, users, .. }) = state
                 && leases.of(&vf).is_none()
             {
                 problems.push(Problem::Used { vf, objects, users });

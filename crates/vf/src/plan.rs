@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(plan(&config, &seen, &leases).steps, [Step::Evict { lease: LeaseId(7) }, create("empty")]);
         leases.evict(LeaseId(7), Duration::ZERO);
         assert_eq!(plan(&config, &seen, &leases).steps, [create("empty")]);
-        let users = State::Dirty(Why::Used { objects: 0, users: [77].into() });
+        let users = State::Dirty(Why::Used { objects: 0, users: [77].into(), descriptors: 0 });
         assert_eq!(states(&config, &seen, &leases)[1], (vf, users));
         seen.leaving.clear();
         assert_eq!(plan(&config, &seen, &leases).steps, [create("empty"), create("p")]);

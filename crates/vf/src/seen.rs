@@ -70,6 +70,9 @@ pub struct VfSeen {
     /// Processes with a descriptor of its verbs or VFIO device, also of a device that has been removed. The supervisor
     /// and the keeper do not count.
     pub users: BTreeSet<u32>,
+    /// Descriptors of its verbs device that programs have got by leases and not closed, also those that no process
+    /// shows.
+    pub descriptors: u32,
     /// The step that the kernel refused, and its error. No step is planned for the VF until the supervisor forgets
     /// this, to try again.
     pub refused: Option<String>,
@@ -132,6 +135,6 @@ impl Seen {
 impl VfSeen {
     /// True if a program may use it.
     pub fn is_used(&self) -> bool {
-        self.objects > 0 || !self.users.is_empty()
+        self.objects > 0 || !self.users.is_empty() || self.descriptors > 0
     }
 }

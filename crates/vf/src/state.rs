@@ -40,7 +40,7 @@ pub enum State {
 #[allow(missing_docs)]
 pub enum Why {
     /// Programs use it and have no lease, or not any more.
-    Used { objects: u32, users: BTreeSet<u32> },
+    Used { objects: u32, users: BTreeSet<u32>, descriptors: u32 },
     /// The kernel refused to set it up.
     Refused(String),
     /// It is being set up as it was before its lease.
@@ -66,9 +66,10 @@ impl fmt::Display for State {
             State::NoLink => f.write_str("its port is not active, as long as there is no link"),
             State::Ready => f.write_str("ready"),
             State::Leased(id) => write!(f, "lease {id}"),
-            State::Dirty(Why::Used { objects, users }) => {
+            State::Dirty(Why::Used { objects, users, descriptors }) => {
                 let users: Vec<String> = users.iter().map(u32::to_string).collect();
-                write!(f, "{objects} objects and processes [{}] without a lease; end them", users.join(" "))
+                write!(f, "{objects} objects, {descriptors} descriptors and processes ")?;
+                write!(f, "[{}] without a lease; end them", users.join(" "))
             }
             State::Dirty(Why::Refused(what)) => write!(f, "the kernel refuses: {what}"),
             State::Dirty(Why::Returning) => f.write_str("being returned"),
@@ -126,13 +127,16 @@ pub(crate) fn state(config: &Config, pf: &PfConfig, id: &VfId, seen: &Seen, leas
     }
     let Some(vf) = seen.vf(id) else {
         return match seen.leaving.get(id) {
-            Some(users) => State::Dirty(Why::Used { objects: 0, users: users.clone() }),
+            Some(users) => State::Dirty(Why::Used { objects: 0, users: users.clone(), descriptors: 0 }),
             None => State::Absent,
         };
     };
     match holder(pf, id.index, vf, lease) {
         Some(holder) => State::Foreign(holder),
-        None if vf.is_used() => State::Dirty(Why::Used { objects: vf.objects, users: vf.users.clone() }),
+        None if vf.is_used() => {
+            let (objects, users, descriptors) = (vf.objects, vf.users.clone(), vf.descriptors);
+            State::Dirty(Why::Used { objects, users, descriptors })
+        }
         None if vf.refused.is_some() => State::Dirty(Why::Refused(vf.refused.clone().unwrap_or_default())),
         None if lease.is_some() => State::Dirty(Why::Returning),
         None => match &vf.verbs {

@@ -142,7 +142,12 @@ enum Next {
 impl LeaseServer {
     pub fn new(lender: Arc<Lender>, tell: Tell) -> LeaseServer {
         let roots = lender.pool.as_ref().map_or_else(Roots::default, |p| p.roots.clone());
-        LeaseServer::with(lender, roots, tell, Box::new(open_node))
+        let given = lender.pool.as_ref().map(|p| p.given.clone());
+        let open = move |node: &Node| match &given {
+            Some(given) => given.open(node),
+            None => Err(io::ErrorKind::NotFound.into()),
+        };
+        LeaseServer::with(lender, roots, tell, Box::new(open))
     }
 
     fn with(lender: Arc<Lender>, roots: Roots, tell: Tell, open: Open) -> LeaseServer {
@@ -527,15 +532,6 @@ impl LeaseServer {
             has
         });
     }
-}
-
-/// Opens a device node, and checks that it is the right device.
-fn open_node(node: &Node) -> io::Result<OwnedFd> {
-    let file = std::fs::File::options().read(true).write(true).open(&node.path)?;
-    if rustix::fs::fstat(&file)?.st_rdev != rdev(node.number) {
-        return Err(io::Error::other("it is the node of another device"));
-    }
-    Ok(file.into())
 }
 
 fn rdev((major, minor): Number) -> u64 {

@@ -2,10 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use unirdma_vf::{Config, PfSeen, Seen, VerbsSeen, VfId, VfSeen};
 
+use super::given::Given;
 use super::rdma::Rdma;
 use super::route::Route;
 use super::tree::{More, Node, Number, Roots};
@@ -15,6 +17,7 @@ use super::users::users;
 pub(super) struct Looker {
     pub roots: Roots,
     pub route: Route,
+    given: Arc<Given>,
     /// `None` while the kernel has no verbs.
     rdma: Option<Rdma>,
     /// Devices of VFs by their numbers.
@@ -37,8 +40,8 @@ fn failed(what: impl Into<String>) -> impl FnOnce(io::Error) -> LookError {
 impl Looker {
     /// # Errors
     /// There is no rtnetlink.
-    pub fn new(roots: Roots) -> io::Result<Looker> {
-        Ok(Looker { roots, route: Route::open()?, rdma: None, owners: BTreeMap::new() })
+    pub fn new(roots: Roots, given: Arc<Given>) -> io::Result<Looker> {
+        Ok(Looker { roots, route: Route::open()?, given, rdma: None, owners: BTreeMap::new() })
     }
 
     /// RDMA netlink.
@@ -68,6 +71,7 @@ impl Looker {
         self.add_addresses(&mut seen, &more)?;
         self.add_verbs(&mut seen, &more)?;
         self.add_users(&mut seen, &more, except);
+        self.add_descriptors(&mut seen)?;
         Ok(seen)
     }
 
@@ -129,6 +133,17 @@ impl Looker {
         self.owners.extend(vfio);
     }
 
+    /// Counts the descriptors that programs have got and not closed.
+    fn add_descriptors(&self, seen: &mut Seen) -> Result<(), LookError> {
+        let counts = self.given.count().map_err(failed("the descriptors that programs have got"))?;
+        for (number, count) in counts {
+            let id = self.owners.get(&number);
+            let vf = id.and_then(|id| seen.pfs.get_mut(&id.pf)?.vfs.get_mut(&id.index));
+            vf.into_iter().for_each(|vf| vf.descriptors = count);
+        }
+        Ok(())
+    }
+
     fn add_users(&mut self, seen: &mut Seen, more: &BTreeMap<VfId, More>, except: &BTreeSet<u32>) {
         let devices: BTreeSet<Number> = self.owners.keys().copied().collect();
         let users = users(&self.roots.proc, &devices, except);
@@ -171,7 +186,7 @@ mod tests {
         std::fs::write(&number, "1:3\n").unwrap();
         tree.link(&tree.0.proc.join("77/fd/5"), Path::new("/dev/null"));
         let id = VfId { pf: "pf".into(), index: 0 };
-        let mut looker = Looker::new(tree.0.clone()).unwrap();
+        let mut looker = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap())).unwrap();
         let users = |looker: &mut Looker, except: &[u32]| {
             let (pf, more) = looker.roots.pf("pf", 1).unwrap();
             let mut seen = Seen { pfs: [("pf".into(), pf)].into(), ..Seen::default() };
@@ -200,7 +215,10 @@ mod tests {
         let pfs = vec![PfConfig { netdev: "pf".into(), vfs: 2, isolation: Isolation::Vlan, addresses, rxe: false }];
         let config = Config { pfs, when_dry: Dry::Soft, linger: Duration::ZERO };
         let at = Duration::from_secs(3);
-        let seen = Looker::new(tree.0.clone()).unwrap().look(&config, at, &BTreeSet::new()).unwrap();
+        let seen = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap()))
+            .unwrap()
+            .look(&config, at, &BTreeSet::new())
+            .unwrap();
         assert_eq!(seen, Seen { at, ..Seen::default() });
     }
 }

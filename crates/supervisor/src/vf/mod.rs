@@ -7,6 +7,7 @@
 //! that ask for VFs ([`lease_server`]).
 
 mod apply;
+mod given;
 mod lease_server;
 mod lender;
 mod loans;
@@ -34,6 +35,7 @@ use unirdma_device::lock;
 use unirdma_vf::{Change, Config, LeaseId, Leases, Part, Phase, Problem, Seen, State, VfId, states};
 
 use crate::admin::{VF_KINDS, VfAnswers, VfInfo, VfsInfo};
+use given::Given;
 use lease_server::{LeaseServer, Tell};
 pub(crate) use lender::{Borrower, LendError, Lender};
 use log_file::LogFile;
@@ -64,6 +66,8 @@ pub(crate) struct Pool {
     began: Instant,
     /// Where the kernel shows its state.
     roots: Roots,
+    /// The descriptors that programs have got.
+    given: Arc<Given>,
     /// Wakes the pool's thread.
     wake: OwnedFd,
     /// Wakes the thread that answers programs, after each look.
@@ -108,8 +112,9 @@ impl Pool {
     /// One line.
     pub fn open(config: Config, dir: &Path) -> io::Result<(Arc<Pool>, PoolThread)> {
         let has = rustix::thread::capabilities(None)?.effective;
-        if !has.contains(CapabilitySet::NET_ADMIN) {
-            let text = "a pool of VFs (--vf-pf) needs root with CAP_NET_ADMIN; run it as root, or without --vf-pf";
+        if !has.contains(CapabilitySet::NET_ADMIN | CapabilitySet::MKNOD) {
+            let text = "a pool of VFs (--vf-pf) needs root with CAP_NET_ADMIN and CAP_MKNOD; run it as root, or \
+                        without --vf-pf";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
         }
         Pool::open_at(config, dir, Roots::default())
@@ -119,7 +124,8 @@ impl Pool {
         let failed = |e: io::Error| io::Error::new(e.kind(), format!("no pool of VFs: {e}"));
         config.check().map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e.to_string()))?;
         let began = Instant::now();
-        let mut looker = Looker::new(roots).map_err(failed)?;
+        let given = Arc::new(Given::new().map_err(failed)?);
+        let mut looker = Looker::new(roots, given.clone()).map_err(failed)?;
         let first = looker.look(&config, began.elapsed(), &BTreeSet::new());
         let seen = first.map_err(|e| failed(io::Error::other(e.to_string())))?;
         let kept = LogFile::read(dir).map_err(crate::context("cannot read", &dir.join(log_file::NAME)))?;
@@ -136,7 +142,7 @@ impl Pool {
         let state = PoolState { seen, leases, log, answers, changes, contexts, adopted, problems, notices, step: None };
         let (wake, changed) = (event()?, event()?);
         let (stopping, state) = (AtomicBool::new(false), Mutex::new(state));
-        let pool = Arc::new(Pool { config, began, roots: looker.roots.clone(), wake, changed, stopping, state });
+        let pool = Arc::new(Pool { config, began, roots: looker.roots.clone(), given, wake, changed, stopping, state });
         Ok((pool.clone(), PoolThread::new(pool, looker)))
     }
 

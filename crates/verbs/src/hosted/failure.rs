@@ -103,7 +103,15 @@ impl fmt::Display for Failure {
             Failure::NoProvider(device) => {
                 write!(f, "rdma-core's libibverbs has no provider for {device}; install it (Debian: ibverbs-providers)")
             }
-            Failure::NotOpened(device, e) => write!(f, "rdma-core's provider cannot open {device}: {}", os(e)),
+            Failure::NotOpened(device, e) => {
+                write!(f, "rdma-core's provider cannot open {device}: {}", os(e))?;
+                match *e {
+                    libc::EPERM | libc::EACCES | libc::ENOSYS => {
+                        f.write_str("; let the container's seccomp profile allow ioctl(2)")
+                    }
+                    _ => Ok(()),
+                }
+            }
         }
     }
 }

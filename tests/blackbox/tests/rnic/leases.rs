@@ -34,6 +34,11 @@ impl<'a> Program<'a> {
         printed.map_err(|e| format!("{e}, but: {}", self.task.text())).map(drop)
     }
 
+    /// True if it has printed a text.
+    pub(super) fn has_printed(&self, text: &str) -> bool {
+        self.task.text().contains(text)
+    }
+
     pub(super) fn end(self) -> Check {
         let text = self.task.text();
         let pid = text.split_whitespace().nth(1).ok_or("no PID")?.to_owned();

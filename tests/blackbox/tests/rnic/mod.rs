@@ -1,6 +1,7 @@
 //! VFs of a real RNIC, in virtual machines whose network card has four VFs with the kernel's soft RNIC: what the kernel
-//! does, the pool, its leases, programs on VFs, and faults.
+//! does, the pool, its leases, programs on VFs, faults, and attacks.
 
+mod attacks;
 mod facts;
 mod faults;
 mod leases;
@@ -24,6 +25,7 @@ pub(crate) fn tests(t: &mut Tests) {
     leases::tests(t, with_ours);
     way_vf::tests(t, with_ours);
     faults::tests(t, with_ours);
+    attacks::tests(t, with_ours);
     if std::env::var_os(LONG).is_some() {
         long::tests(t, with_ours);
     }

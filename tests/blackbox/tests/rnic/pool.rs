@@ -172,6 +172,11 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         vfs.must("echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter; ip link set pf up")?;
         seen
     });
+    t.on_mut(vfs, "VF pool: without the right to set VFs up, a line says which right is missing", |vfs| {
+        let host = format!("unirdma --dir {DIR} host --vf-pf {PF}");
+        refused(&vfs.run(&format!("setpriv --bounding-set=-net_admin {host}"))?, "needs root with CAP_NET_ADMIN")?;
+        refused(&vfs.run(&format!("setpriv --bounding-set=-mknod {host}"))?, "and CAP_MKNOD; run it as root")
+    });
     t.on_mut(vfs, "VF pool: without one, a line says which option makes one", |vfs| {
         vfs.must(&format!("rm -rf {DIR}"))?;
         let host = vfs.spawn(&format!("exec unirdma --dir {DIR} host"))?;

@@ -159,7 +159,21 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let o = layer.run("a", "env UNIRDMA_REAL_VERBS=/none/libibverbs.so.1 ibv_devinfo")?;
         says(&o, "UNIRDMA_REAL_VERBS names /none/libibverbs.so.1: No such file")?;
         let o = layer.run("a", "env UNIRDMA_REAL_VERBS=/run/unirdma-lib/libibverbs.so.1 ibv_devinfo")?;
-        says(&o, "names uniRDMA's own library")
+        says(&o, "names uniRDMA's own library")?;
+        let o = layer.run("a", "vf-attack sealed ibv_devinfo")?;
+        says(&o, "let the container's seccomp profile allow ioctl(2)")?;
+        let without = |file: &str| -> Result<Output> {
+            let path =
+                vfs.must(&format!("ls -d /usr/lib/x86_64-linux-gnu/{file} /lib/x86_64-linux-gnu/{file} 2>&- ; :"))?;
+            let path = path.lines().next().ok_or("no such file")?;
+            vfs.must(&format!("mv {path} {path}.away"))?;
+            let o = layer.run("a", "ibv_devinfo");
+            vfs.must(&format!("mv {path}.away {path}"))?;
+            o
+        };
+        says(&without("libibverbs.so.1")?, "there is no libibverbs of rdma-core; install it with the VF's provider")?;
+        says(&without("libibverbs")?, "has no provider for rxe_")?;
+        layer.pool.all_ready()
     });
     t.on_mut(vfs, "way vf: programs go by the software RNIC while no VF is free, if the pool says so", |vfs| {
         let layer = Layer::start(vfs)?;

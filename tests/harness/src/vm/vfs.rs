@@ -120,7 +120,9 @@ impl Vfs {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
             image.our_libraries()?;
-            ["count-calls", "vf-contexts", "vf-costs", "vf-events"].iter().try_for_each(|p| image.compile(p))?;
+            ["count-calls", "vf-attack", "vf-contexts", "vf-costs", "vf-events"]
+                .iter()
+                .try_for_each(|p| image.compile(p))?;
             image.takes_containers();
         }
         let initrd = dir.join("initrd.cpio");

@@ -555,7 +555,11 @@ fn a_vf_that_a_program_keeps_open_is_given_to_nobody() {
     drop(a);
     until("the VF is dirty", || host.states() == ["dirty"]);
     assert_eq!(host.ask("b").kind(), REFUSED);
-    host.vf(0, |vf| vf.users.clear());
+    // Nor while a descriptor waits in a socket, and belongs to no process.
+    host.vf(0, |vf| (vf.users, vf.descriptors) = (BTreeSet::new(), 1));
+    until("the descriptor is seen", || host.pool.info().vfs[0].state.contains("1 descriptors"));
+    assert_eq!(host.ask("b").kind(), REFUSED);
+    host.vf(0, |vf| vf.descriptors = 0);
     until("b has a VF", || host.ask("b").kind() == HAS);
 }
 
