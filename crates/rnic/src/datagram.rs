@@ -225,15 +225,16 @@ impl Core {
 
     /// Delivers a datagram to UD QP `h` if the QP accepts it: into a receive, or into the QP's backlog.
     pub(crate) fn accept(&mut self, h: Handle<Qp>, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
-        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        if self.objects.qps.get(h).is_some_and(Qp::has_backlog) {
+            // A receive that fails takes the QP to ERR, where it receives no more.
+            self.drain_backlog(h);
+        }
+        let Some(q) = self.objects.qps.get(h) else { return };
         if !q.receives() {
             return self.objects.count_dropped(h);
         }
         if qkey != q.attr.qkey {
             return self.objects.count(h, |c| c.qkey_violations += 1);
-        }
-        if q.has_backlog() {
-            self.drain_backlog(h);
         }
         if self.objects.qps.get(h).is_some_and(Qp::has_backlog) {
             return self.hold(h, flow, data, note);

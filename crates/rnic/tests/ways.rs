@@ -14,6 +14,8 @@ fn a_program_sees_the_same_on_one_host_and_on_two() {
         println!("cargo xtask sim --differ --seed {seed} --seeds 1 --steps 8");
         all.add(&differ::run(seed, 8));
     }
+    // A datagram that has waited takes its QP to ERR while the next one is accepted.
+    differ::run(9255, 6);
     // Every operation was done, and every error has occurred.
     use WcOpcode::*;
     let done = [Send, Write, Read, CmpSwap, FetchAdd, BindMw, LocalInv, Flush, AtomicWrite, Recv, RecvWriteImm];
