@@ -135,9 +135,6 @@ impl fmt::Display for Shown<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use super::super::given::Given;
     use super::super::tree::tests::Temporary;
     use super::*;
 
@@ -158,7 +155,7 @@ mod tests {
         ] {
             tree.write(&file, "");
         }
-        let mut looker = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap())).unwrap();
+        let mut looker = Looker::of(tree.0.clone());
         let read = |file: &str| fs::read_to_string(sys.join(file)).unwrap();
         let rebind = |driver| Step::Rebind { vf: id(), pci: "0000:01:10.0".into(), driver };
         looker.apply(&rebind(Driver::Vfio)).unwrap();
@@ -173,7 +170,7 @@ mod tests {
     #[test]
     fn vfs_are_made_and_nodes_are_closed() {
         let tree = Temporary::new().with_pf(0);
-        let mut looker = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap())).unwrap();
+        let mut looker = Looker::of(tree.0.clone());
         looker.apply(&Step::Create { pf: "pf".into(), vfs: 4 }).unwrap();
         assert_eq!(fs::read_to_string(tree.0.pf_device("pf").join("sriov_numvfs")).unwrap().trim(), "4");
         looker.apply(&Step::NodeMode { vf: id(), verbs: "mlx5_7".into(), mode: 0o600 }).unwrap();
@@ -183,7 +180,7 @@ mod tests {
     #[test]
     fn an_error_says_what_was_refused() {
         let tree = Temporary::new();
-        let mut looker = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap())).unwrap();
+        let mut looker = Looker::of(tree.0.clone());
         let mut error = |step: Step| looker.apply(&step).unwrap_err().to_string();
         let e = error(Step::Create { pf: "none".into(), vfs: 4 });
         assert!(e.starts_with("writing \"4\" to ") && e.contains("sriov_numvfs: No such file"), "{e}");

@@ -170,6 +170,14 @@ fn vfs(seen: &mut Seen) -> impl Iterator<Item = (VfId, &mut VfSeen)> {
 }
 
 #[cfg(test)]
+impl Looker {
+    /// One for a tree of a test, with no descriptors given.
+    pub fn of(roots: Roots) -> Looker {
+        Looker::new(roots, Arc::new(Given::new().unwrap())).unwrap()
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::path::Path;
 
@@ -186,7 +194,7 @@ mod tests {
         std::fs::write(&number, "1:3\n").unwrap();
         tree.link(&tree.0.proc.join("77/fd/5"), Path::new("/dev/null"));
         let id = VfId { pf: "pf".into(), index: 0 };
-        let mut looker = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap())).unwrap();
+        let mut looker = Looker::of(tree.0.clone());
         let users = |looker: &mut Looker, except: &[u32]| {
             let (pf, more) = looker.roots.pf("pf", 1).unwrap();
             let mut seen = Seen { pfs: [("pf".into(), pf)].into(), ..Seen::default() };
@@ -215,10 +223,7 @@ mod tests {
         let pfs = vec![PfConfig { netdev: "pf".into(), vfs: 2, isolation: Isolation::Vlan, addresses, rxe: false }];
         let config = Config { pfs, when_dry: Dry::Soft, linger: Duration::ZERO };
         let at = Duration::from_secs(3);
-        let seen = Looker::new(tree.0.clone(), Arc::new(Given::new().unwrap()))
-            .unwrap()
-            .look(&config, at, &BTreeSet::new())
-            .unwrap();
+        let seen = Looker::of(tree.0.clone()).look(&config, at, &BTreeSet::new()).unwrap();
         assert_eq!(seen, Seen { at, ..Seen::default() });
     }
 }

@@ -1,7 +1,7 @@
 //! Hostile programs that have a VF of a real RNIC. `tests/c/vf-attack.c` is the program; it ends with an error if
 //! something succeeds that must not.
 
-use harness::vm::{Task, Vfs};
+use harness::vm::Vfs;
 
 use super::leases::Program;
 use super::pool::{DIR, PF, Pool, SOON};
@@ -22,28 +22,10 @@ fn two_groups(vfs: &Vfs) -> Result<Layer<'_>> {
     Ok(layer)
 }
 
-/// The command that runs a program in a vRNIC's container, in the host's network, by which two programs meet.
-fn on_host_network(vrnic: &str, program: &str) -> String {
-    format!("timeout 60 unirdma --dir {DIR} run --vrnic {vrnic} --net host -- {program}")
-}
-
-/// Waits until a program has printed a text.
-fn prints(layer: &Layer<'_>, task: &Task, text: &str) -> Check {
-    let has = || Ok(task.has_ended() || task.text().contains(text));
-    let printed = harness::within(SOON, has, &format!("the program does not print `{text}`"));
-    printed.map_err(|e| layer.pool.explain(&format!("{e}: {}", task.text())))?;
-    require(task.text().contains(text), layer.pool.explain(&format!("no `{text}`: {}", task.text())))
-}
-
-/// The number of VFs in a kind of state.
-fn count(layer: &Layer<'_>, kind: &str) -> usize {
-    (0..4).filter(|&vf| layer.pool.of(vf, "kind").is_ok_and(|k| k == kind)).count()
-}
-
 /// Runs two programs that connect to each other past the library. Returns the text of both.
 fn past_the_library(layer: &Layer<'_>, serve: &str, reach: &str) -> Result<String> {
     let server = layer.vfs.spawn(serve)?;
-    prints(layer, &server, "listens")?;
+    layer.prints(&server, "listens")?;
     let client = layer.vfs.run(reach)?;
     let server = server.finish();
     let text = format!("{}{}", server.text, client.text);
@@ -61,23 +43,23 @@ fn nothing_arrived(text: &str) -> Check {
 pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     t.on_mut(vfs, "VF attacks: nodes, raw packets, a kept device, and many requests for leases", |vfs| {
         let layer = two_groups(vfs)?;
-        let o = vfs.run(&on_host_network("a", "vf-attack nodes"))?;
+        let o = vfs.run(&Layer::on_host_network("a", "vf-attack nodes"))?;
         require(o.ok() && o.text.contains("all refused"), layer.pool.explain(&o.text))?;
 
         let keeps = vfs.spawn(&Layer::container("a", "vf-attack keep"))?;
-        prints(&layer, &keeps, "goes on")?;
+        layer.prints(&keeps, "goes on")?;
         let state = layer.pool.becomes(0, "dirty")?;
         let pid = vfs.must("pidof vf-attack")?;
         require(state.contains(&format!("[{}]", pid.trim())), state)?;
 
         let socket = format!("{DIR}/vrnics/b/lease.sock");
         let late = vfs.spawn(&format!("echo pid $$; exec vf-attack late {socket}"))?;
-        prints(&layer, &late, "does not read")?;
+        layer.prints(&late, "does not read")?;
         let state = layer.pool.becomes(1, "dirty")?;
         require(state.contains("1 descriptor"), state)?;
 
         let floods = vfs.spawn(&format!("exec vf-attack flood {socket}"))?;
-        prints(&layer, &floods, "floods")?;
+        layer.prints(&floods, "floods")?;
         let other = Program::ask(vfs, "c")?;
         other.prints("context: works").map_err(|e| layer.pool.explain(&e))?;
         let kept = ["GID ::ffff:10.50.0.10\n", "GID ::ffff:10.50.0.11\n"];
@@ -86,9 +68,9 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let text = late.text();
         let pid = text.split_whitespace().nth(1).ok_or("no PID")?;
         vfs.must(&format!("kill -USR1 {pid}"))?;
-        prints(&layer, &late, "context: works")?;
+        layer.prints(&late, "context: works")?;
         require(layer.pool.of(1, "kind")? == "dirty", layer.pool.explain("VF 1 is not kept"))?;
-        require(count(&layer, "leased") <= 2, layer.pool.explain("b has several VFs"))?;
+        require(layer.pool.count("leased")? <= 2, layer.pool.explain("b has several VFs"))?;
         // The RNIC keeps programs from sending with another MAC; the emulated one does not show more than the setting.
         let shown = vfs.must("ip link show pf")?;
         let spoofs = ["spoof checking off", "trust on"].iter().any(|sign| shown.contains(sign));
@@ -100,15 +82,15 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     });
     t.on_mut(vfs, "VF attacks: real GIDs as destinations, by the library and past it", |vfs| {
         let layer = two_groups(vfs)?;
-        let (serves, reaches) = (|v| on_host_network(v, "vf-attack serve unirdma0"), "vf-attack reach unirdma0");
+        let (serves, reaches) = (|v| Layer::on_host_network(v, "vf-attack serve unirdma0"), "vf-attack reach unirdma0");
         // Within a group, which shows that this way of reaching others works.
-        let all = on_host_network("b", "vf-attack serve unirdma0 all");
-        let text = past_the_library(&layer, &all, &on_host_network("a", reaches))?;
+        let all = Layer::on_host_network("b", "vf-attack serve unirdma0 all");
+        let text = past_the_library(&layer, &all, &Layer::on_host_network("a", reaches))?;
         let signs = ["rc: 1 arrived", "uc: 1 arrived", "ud: 1 arrived", "memory: written"];
         require(signs.iter().all(|sign| text.contains(sign)), text)?;
         layer.pool.all_ready()?;
 
-        let text = past_the_library(&layer, &serves("c"), &on_host_network("a", reaches))?;
+        let text = past_the_library(&layer, &serves("c"), &Layer::on_host_network("a", reaches))?;
         nothing_arrived(&text)?;
         layer.pool.all_ready()?;
 
@@ -118,7 +100,7 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
             let others = [10, 12, 13].map(|n| format!("::ffff:10.50.0.{n}")).join(" ");
             let named = format!("vf-attack names {others} ::ffff:{PF_ADDRESS} ::ffff:127.0.0.1 ::1");
             let red = vfs.spawn(&serves("c"))?;
-            prints(&layer, &red, "listens")?;
+            layer.prints(&red, "listens")?;
             require(layer.pool.way("c")?["vf"] == "pf/0", layer.pool.explain("c has another VF"))?;
             let o = layer.run("a", &named)?;
             require(o.ok() && o.text.contains("all refused"), layer.pool.explain(&o.text))?;
@@ -128,7 +110,7 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
                 let netdev = layer.pool.of(vf, "netdev")?;
                 vfs.must(&format!("ip neigh replace {PF_ADDRESS} lladdr {} dev {netdev} nud permanent", mac.trim()))?;
             }
-            let text = past_the_library(&layer, "vf-attack serve rxe_pf", &on_host_network("a", reaches))?;
+            let text = past_the_library(&layer, "vf-attack serve rxe_pf", &Layer::on_host_network("a", reaches))?;
             nothing_arrived(&text)
         })();
         vfs.must(&format!("rdma link delete rxe_pf; ip addr del {PF_ADDRESS}/24 dev pf"))?;
@@ -142,9 +124,9 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let before = left()?;
         let hostile = vfs.spawn(&Layer::container("bad", &format!("vf-attack exhaust {OBJECTS} 16777216")))?;
         // Quotas of a vRNIC do not hold on a VF, so only the RNIC limits objects. The memory lock limits each process.
-        prints(&layer, &hostile, &format!("has {OBJECTS} QPs and CQs"))?;
-        prints(&layer, &hostile, "memory: Cannot allocate memory\nhas pinned 1")?;
-        prints(&layer, &hostile, "a second process has pinned 1")?;
+        layer.prints(&hostile, &format!("has {OBJECTS} QPs and CQs"))?;
+        layer.prints(&hostile, "memory: Cannot allocate memory\nhas pinned 1")?;
+        layer.prints(&hostile, "a second process has pinned 1")?;
         layer.works("ibv_rc_pingpong -n 20 -g 0")?;
         vfs.must("killall -9 vf-attack")?;
         hostile.finish();

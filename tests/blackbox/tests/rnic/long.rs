@@ -4,7 +4,7 @@
 use harness::vm::Vfs;
 
 use super::leases::Program;
-use super::pool::{DIR, PF, Pool, SOON};
+use super::pool::{PF, Pool, SOON};
 use super::way_vf::Layer;
 use crate::support::*;
 
@@ -56,10 +56,9 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let layer = eight_on_four(vfs)?;
         for group in 0..GROUPS {
             let ((a, _, _), (_, b, _)) = (members(group), members((group + 1) % GROUPS));
-            // In the host's network, so that the programs can tell each other their numbers.
             let run = |vrnic: &str, server: &str| {
                 let program = format!("ibv_rc_pingpong -n 20 -g 0 -p {} {server}", 18600 + group);
-                format!("timeout 60 unirdma --dir {DIR} run --vrnic {vrnic} --net host -- {program}")
+                Layer::on_host_network(vrnic, &program)
             };
             let server = vfs.spawn(&run(&a, ""))?;
             let listens = || Ok(server.has_ended() || vfs.run("netstat -ltn")?.text.contains("LISTEN"));

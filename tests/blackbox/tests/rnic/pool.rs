@@ -51,6 +51,13 @@ impl<'a> Pool<'a> {
         Ok(self.info()?["vfs"][vf][key].as_str().unwrap_or_default().to_owned())
     }
 
+    /// The number of VFs in a kind of state.
+    pub(super) fn count(&self, kind: &str) -> Result<usize> {
+        let info = self.info()?;
+        let vfs = info["vfs"].as_array().map(Vec::as_slice).unwrap_or_default();
+        Ok(vfs.iter().filter(|vf| vf["kind"] == kind).count())
+    }
+
     /// Waits until a VF is in a kind of state, whose text is returned.
     pub(super) fn becomes(&self, vf: usize, kind: &str) -> Result<String> {
         let is = || Ok(self.of(vf, "kind")? == kind);

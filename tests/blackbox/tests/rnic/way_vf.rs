@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use harness::vm::Vfs;
+use harness::vm::{Task, Vfs};
 use serde_json::Value;
 
 use super::pool::{DIR, Pool, SOON};
@@ -43,6 +43,20 @@ impl<'a> Layer<'a> {
         format!("timeout 100 unirdma --dir {DIR} run --vrnic {vrnic} -- {program}")
     }
 
+    /// As [`Layer::container`], in the host's network, so that two programs can tell each other their numbers.
+    pub(super) fn on_host_network(vrnic: &str, program: &str) -> String {
+        format!("timeout 60 unirdma --dir {DIR} run --vrnic {vrnic} --net host -- {program}")
+    }
+
+    /// Waits until a program has printed a text.
+    pub(super) fn prints(&self, task: &Task, text: &str) -> Check {
+        let explain = |error: &str| self.pool.explain(&format!("{error}: {}", task.text()));
+        let has = || Ok(task.has_ended() || task.text().contains(text));
+        let printed = harness::within(SOON, has, &format!("the program does not print `{text}`"));
+        printed.map_err(|e| explain(&e))?;
+        require(task.text().contains(text), explain(&format!("the program has not printed `{text}`")))
+    }
+
     pub(super) fn run(&self, vrnic: &str, program: &str) -> Result<Output> {
         self.vfs.run(&Layer::container(vrnic, program))
     }
@@ -53,7 +67,17 @@ impl<'a> Layer<'a> {
         let mut last = None;
         let connects = || {
             let o = self.run(client.0, client.1)?;
-            let early = ["Couldn't connect", "Unable to", "refused", "REJECTED", "UNREACHABLE", "error 8", "error 7"];
+            // The last one is what rstream says of a connection that is refused.
+            let early = [
+                "Couldn't connect",
+                "Unable to",
+                "refused",
+                "REJECTED",
+                "UNREACHABLE",
+                "error 8",
+                "error 7",
+                "rpoll: ",
+            ];
             let done = o.ok() || serving.has_ended() || !early.iter().any(|e| o.text.contains(e));
             last = Some(o);
             Ok(done)
@@ -184,8 +208,7 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     });
     t.on_mut(vfs, "way vf: a VF goes back to the pool when its program ends", |vfs| {
         let layer = Layer::start(vfs)?;
-        let leased =
-            || Ok::<_, String>((0..4).filter(|&vf| layer.pool.of(vf, "kind").is_ok_and(|k| k == "leased")).count());
+        let leased = || layer.pool.count("leased");
         let server = vfs.spawn(&Layer::container("a", "ibv_rc_pingpong -g 0"))?;
         harness::within(SOON, || Ok(leased()? == 1), "no VF is leased").map_err(|e| layer.pool.explain(&e))?;
         vfs.must("killall ibv_rc_pingpong")?;
