@@ -1,10 +1,11 @@
 //! `cargo xtask bench vf`: a vRNIC that has a VF, relative to a VF without us, in a virtual machine whose network card
 //! has VFs with the kernel's soft RNIC.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use harness::vm::{self, Task, Vfs};
-use harness::{Output, Result, figures, median, print_json, within};
+use harness::{Result, figures, median, print_json, within};
 use serde::Serialize;
 
 const DIR: &str = "/tmp/bench";
@@ -119,20 +120,14 @@ impl<'a> Bench<'a> {
 
     /// Times of the control path, in turn on both sides.
     fn control(&self, runs: u32) -> Result<Vec<Figure>> {
-        let mut pairs: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+        let mut pairs: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
         for _ in 0..runs {
-            let alone = ended_well(self.vfs.run(&format!("vf-costs {} times", self.alone.0))?)?;
+            let alone = figures(&self.vfs.must(&format!("vf-costs {} times", self.alone.0))?);
             let run = format!("unirdma --dir {DIR} run --vrnic a -- vf-costs unirdma0 times");
-            let vf = figures(&ended_well(self.vfs.run(&run)?)?);
-            for line in alone.lines() {
-                let Some((name, alone)) = line.split_once(' ').and_then(|(n, v)| Some((n, v.parse().ok()?))) else {
-                    continue;
-                };
-                let pair = (alone, vf.get(name).copied().unwrap_or(f64::NAN));
-                match pairs.iter_mut().find(|(n, _)| n == name) {
-                    Some((_, all)) => all.push(pair),
-                    None => pairs.push((name.into(), vec![pair])),
-                }
+            let vf = figures(&self.vfs.must(&run)?);
+            for (name, alone) in alone {
+                let vf = vf.get(&name).copied().unwrap_or(f64::NAN);
+                pairs.entry(name).or_default().push((alone, vf));
             }
         }
         Ok(pairs.iter().map(|(name, all)| Figure::new(name, "us", all)).collect())
@@ -160,10 +155,6 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn ended_well(o: Output) -> Result<String> {
-    if o.ok() { Ok(o.text) } else { Err(o.text) }
-}
-
 pub(super) fn vf(json: bool, runs: u32) -> Result<()> {
     eprintln!("building");
     vm::prepare()?;
@@ -185,10 +176,10 @@ impl Report {
     fn print(&self) -> Result<()> {
         println!("topology: {}", self.topology);
         println!("medians of {} runs in turn; the ratio is the median of those of each turn\n", self.runs);
-        println!("{:32} {:>12} {:>12} {:>9}", "", "alone", "vf", "vf/alone");
+        println!("{:40} {:>12} {:>12} {:>9}", "", "alone", "vf", "vf/alone");
         for f in self.control.iter().chain(&self.data) {
             let name = format!("{} [{}]", f.name, f.unit);
-            println!("{name:32} {:>12.2} {:>12.2} {:>8.2}x", f.alone, f.vf, f.vf_over_alone);
+            println!("{name:40} {:>12.2} {:>12.2} {:>8.2}x", f.alone, f.vf, f.vf_over_alone);
         }
         Ok(())
     }
