@@ -66,6 +66,7 @@ pub(crate) struct Hosted {
     query_device_ex: QueryDeviceEx,
     /// The names of the destinations of QPs.
     paths: Mutex<HashMap<usize, rename::Paths>>,
+    /// The latest answers of RESOLVE.
     answers: rename::Answers,
     /// The sources of asynchronous events, one of which is the lease.
     events: Arc<AsyncEvents>,
