@@ -72,7 +72,8 @@ fn list(vs: &[VrnicInfo]) -> String {
 
 /// A vRNIC after a change, in a line.
 fn changed(v: &VrnicInfo) -> String {
-    format!("{}: {} in group {}, link {}, {}, way {}", v.name, ips(v), v.group, link(v), share(v), way(v))
+    let spoof = if v.allow_spoof { format!(", {}", frame_rule(v)) } else { String::new() };
+    format!("{}: {} in group {}, link {}, {}{spoof}, way {}", v.name, ips(v), v.group, link(v), share(v), way(v))
 }
 
 fn show(v: &VrnicInfo) -> String {
@@ -160,9 +161,14 @@ fn reasons(counted: &[(&str, u64)]) -> Option<String> {
     (!why.is_empty()).then(|| why.join(", "))
 }
 
+/// The frames that the interface may send.
+fn frame_rule(v: &VrnicInfo) -> &'static str {
+    if v.allow_spoof { "may send with any IP address" } else { "sends with its own addresses only" }
+}
+
 /// The frames that the interface may send, and the frames that were refused.
 fn frames(v: &VrnicInfo) -> String {
-    let rule = if v.allow_spoof { "may send with any IP address" } else { "sends with its own addresses only" };
+    let rule = frame_rule(v);
     let f = &v.frames_refused;
     let why = reasons(&[
         ("with another MAC", f.mac),
@@ -514,6 +520,14 @@ mod tests {
     use unirdma_supervisor::admin::VfInfo;
 
     use super::*;
+
+    #[test]
+    fn a_change_says_what_a_router_may() {
+        let mut v = VrnicInfo { name: "r".into(), group: "blue".into(), ..VrnicInfo::default() };
+        assert!(!changed(&v).contains("may send"), "{}", changed(&v));
+        v.allow_spoof = true;
+        assert!(changed(&v).contains(", may send with any IP address, way "), "{}", changed(&v));
+    }
 
     #[test]
     fn notices_stand_below_the_table() {
