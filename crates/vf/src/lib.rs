@@ -32,4 +32,4 @@ pub use lease::{Contexts, Lease, LeaseId, Part, Phase, Purpose};
 pub use leases::{Answer, Change, Leases, Refusal, Request, Ticket, Waiter};
 pub use plan::{Notice, Plan, plan, states};
 pub use seen::{NetdevSeen, PfSeen, Seen, Settings, VerbsSeen, VfId, VfSeen};
-pub use state::{Driver, Holder, NODE_MODE, Setting, State, Step, Why};
+pub use state::{ARP_IGNORE, Driver, Holder, NODE_MODE, Setting, State, Step, Why};

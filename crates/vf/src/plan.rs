@@ -97,7 +97,7 @@ mod tests {
     use crate::lease::{Contexts, Lease, LeaseId, Phase, Purpose};
     use crate::log::{Kept, Record};
     use crate::seen::{NetdevSeen, PfSeen, Settings, VerbsSeen, VfSeen};
-    use crate::state::{NODE_MODE, Why};
+    use crate::state::{ARP_IGNORE, NODE_MODE, Why};
     use crate::{Address, Dry, Isolation};
 
     /// The text of the plan for a PF `p` with 4 VFs that looks like this.
@@ -121,6 +121,7 @@ mod tests {
             mac,
             up: true,
             accept_local: true,
+            arp_ignore: ARP_IGNORE,
             addresses: config.pfs[0].addresses_of(0).into_iter().collect(),
             ..NetdevSeen::default()
         };

@@ -110,6 +110,8 @@ pub struct NetdevSeen {
     pub accept_local: bool,
     /// `rp_filter`.
     pub rp_filter: u8,
+    /// `arp_ignore`.
+    pub arp_ignore: u8,
     /// Its permanent neighbours.
     pub neighbours: BTreeMap<IpAddr, Mac>,
 }

@@ -14,6 +14,10 @@ use crate::seen::{NetdevSeen, Seen, Settings, VfId, VfSeen};
 /// The permissions of a pooled verbs device's node. Programs get a descriptor from the supervisor.
 pub const NODE_MODE: u32 = 0o600;
 
+/// `arp_ignore` of a VF's network device: it answers for its own addresses only, so that a host that asks for the MAC
+/// of one VF does not get that of another VF of the same network.
+pub const ARP_IGNORE: u8 = 1;
+
 const VFIO: &str = "vfio-pci";
 
 /// The state of a VF of the pool.
@@ -90,7 +94,8 @@ pub enum Step {
     Set { vf: VfId, what: Setting },
     /// Takes the VF from its driver, if it has one, and binds it to another or the same.
     Rebind { vf: VfId, pci: String, driver: Driver },
-    /// Takes a VF's network device up, with `accept_local=1` and `rp_filter=0`, and adds what it lacks.
+    /// Takes a VF's network device up, with `accept_local=1`, `rp_filter=0` and `arp_ignore` of [`ARP_IGNORE`], and adds
+    /// what it lacks.
     Netdev { vf: VfId, netdev: String, addresses: Vec<Address>, neighbours: BTreeMap<IpAddr, Mac> },
     /// Makes a verbs device of the kernel's software RNIC on a network device.
     AddRxe { vf: VfId, netdev: String },
@@ -216,6 +221,7 @@ pub(crate) fn steps(config: &Config, pf: &PfConfig, id: &VfId, vf: &VfSeen, leas
     let is_set_up = netdev.up
         && netdev.accept_local
         && netdev.rp_filter == 0
+        && netdev.arp_ignore == ARP_IGNORE
         && addresses.iter().all(|a| netdev.addresses.contains(a))
         && neighbours.iter().all(|(addr, mac)| netdev.neighbours.get(addr) == Some(mac));
     if !is_set_up {

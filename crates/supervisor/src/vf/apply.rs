@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use unirdma_vf::{Driver, Setting, Step, VfId};
+use unirdma_vf::{ARP_IGNORE, Driver, Setting, Step, VfId};
 
 use super::look::Looker;
 
@@ -46,6 +46,7 @@ impl Looker {
             Step::Netdev { netdev, addresses, neighbours, .. } => {
                 write(self.roots.sysctl(netdev, "accept_local"), "1")?;
                 write(self.roots.sysctl(netdev, "rp_filter"), "0")?;
+                write(self.roots.sysctl(netdev, "arp_ignore"), &ARP_IGNORE.to_string())?;
                 let index = self.roots.ifindex(netdev).ok_or_else(|| io::ErrorKind::NotFound.into());
                 let index = index.map_err(netlink(format!("network device {netdev}")))?;
                 self.route.up(index).map_err(netlink(format!("taking {netdev} up")))?;

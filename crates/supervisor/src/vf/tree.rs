@@ -135,6 +135,7 @@ impl Roots {
             accept_local: read::<u8>(&self.sysctl(name, "accept_local")).is_some_and(|v| v != 0),
             // A value that cannot be read is set again.
             rp_filter: read(&self.sysctl(name, "rp_filter")).unwrap_or(u8::MAX),
+            arp_ignore: read(&self.sysctl(name, "arp_ignore")).unwrap_or(0),
             ..NetdevSeen::default()
         }
     }
@@ -238,6 +239,7 @@ pub(super) mod tests {
             self.link(&device.join("iommu_group"), &sys.join("kernel/iommu_groups/33"));
             self.write(&self.0.sysctl("v0", "accept_local"), "1\n");
             self.write(&self.0.sysctl("v0", "rp_filter"), "2\n");
+            self.write(&self.0.sysctl("v0", "arp_ignore"), "1\n");
             self.write(&self.0.sysctl("all", "rp_filter"), "1\n");
             self.write(&sys.join("class/infiniband_verbs/uverbs4/ibdev"), "mlx5_7\n");
             self.write(&sys.join("class/infiniband_verbs/uverbs4/dev"), "231:196\n");
@@ -266,6 +268,7 @@ pub(super) mod tests {
             mtu: 1500,
             accept_local: true,
             rp_filter: 2,
+            arp_ignore: 1,
             ..NetdevSeen::default()
         };
         assert_eq!(vf.netdev, Some(netdev));

@@ -105,7 +105,7 @@ impl Kernel {
             Step::Netdev { vf, netdev, addresses, neighbours } => {
                 let n = self.vf(&vf).netdev.as_mut().unwrap();
                 assert_eq!(n.name, netdev);
-                (n.up, n.accept_local, n.rp_filter) = (true, true, 0);
+                (n.up, n.accept_local, n.rp_filter, n.arp_ignore) = (true, true, 0, ARP_IGNORE);
                 n.addresses.extend(addresses);
                 n.neighbours.extend(neighbours);
             }

@@ -7,6 +7,7 @@ mod faults;
 mod leases;
 mod long;
 mod pool;
+mod two_hosts;
 mod way_vf;
 
 use harness::vm::Vfs;
@@ -28,5 +29,6 @@ pub(crate) fn tests(t: &mut Tests) {
     attacks::tests(t, with_ours);
     if std::env::var_os(LONG).is_some() {
         long::tests(t, with_ours);
+        two_hosts::tests(t, &Shared::new(Vfs::start_two_hosts));
     }
 }

@@ -61,12 +61,22 @@ impl<'a> Layer<'a> {
         self.vfs.run(&Layer::container(vrnic, program))
     }
 
-    /// Runs a server, and its client as soon as the server listens.
+    /// Runs a server, and its client as soon as the server listens. Each is a vRNIC and a program.
     pub(super) fn pair(&self, server: (&str, &str), client: (&str, &str)) -> Result<(Output, Output)> {
+        self.pair_with(server, self, client)
+    }
+
+    /// As [`Layer::pair`], with the client at another virtual layer.
+    pub(super) fn pair_with(
+        &self,
+        server: (&str, &str),
+        other: &Layer<'_>,
+        client: (&str, &str),
+    ) -> Result<(Output, Output)> {
         let serving = self.vfs.spawn(&Layer::container(server.0, server.1))?;
         let mut last = None;
         let connects = || {
-            let o = self.run(client.0, client.1)?;
+            let o = other.run(client.0, client.1)?;
             // The last one is what rstream says of a connection that is refused.
             let early = [
                 "Couldn't connect",

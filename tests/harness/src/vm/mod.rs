@@ -23,7 +23,7 @@ pub use image::Image;
 pub use machine::Task;
 pub use parts::{Kernel, Parts};
 pub use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
-pub use vfs::Vfs;
+pub use vfs::{HOSTS, Vfs};
 
 /// Runs a program in `dir`. Returns its output.
 pub(crate) fn run(dir: &Path, words: &[&str]) -> Result<String> {

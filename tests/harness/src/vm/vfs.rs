@@ -11,6 +11,11 @@ use super::image::Image;
 use super::machine::{Config, Machine, Task};
 use crate::{Output, Result, failed, within};
 
+/// The addresses of the cards of [`Vfs::start_two_hosts`].
+pub const HOSTS: [&str; 2] = ["10.60.0.1", "10.60.0.2"];
+const MACS: [&str; 2] = ["52:54:00:12:34:56", "52:54:00:12:34:57"];
+/// The card of a machine that no other one reaches.
+const ALONE: (&str, &str) = ("user,id=n0", MACS[0]);
 /// VFs of the card. The VF `n` has the network device `vN`, the verbs device `rxeN` and the address 10.50.0.1N; the
 /// card itself is the network device `pf`.
 pub const VFS: u32 = 4;
@@ -48,6 +53,15 @@ pf=$(ls -d /sys/class/net/*/device/sriov_numvfs | cut -d/ -f5)
 ip link set $pf name pf
 ip link set pf up
 echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
+";
+/// What a host does whose virtual layer reaches others by the card, with the address `$address`. The kernel's soft RNIC
+/// has the port of RoCEv2 in each of its networks, so the virtual layer gets another one in its place. No packet comes
+/// to it: containers' packets go by VXLAN.
+const HOST_UP: &str = "
+ip addr add $address/24 dev pf
+mkdir /control
+mount -t cgroup2 none /control
+move-port /control 4791 14791 >/dev/null &
 ";
 /// Takes the VFs up. Two VFs of one host reach each other only with `accept_local`, without `rp_filter`, and with
 /// permanent neighbours.
@@ -89,7 +103,7 @@ impl Vfs {
     /// # Errors
     /// The step that failed.
     pub fn start() -> Result<Vfs> {
-        let vfs = Vfs::boot(&format!("{PF_UP}{VFS_UP}"), false)?;
+        let vfs = Vfs::boot(new_dir()?, &format!("{PF_UP}{VFS_UP}"), false, ALONE)?;
         (0..VFS).try_for_each(|vf| vfs.wait_usable(vf))?;
         Ok(vfs)
     }
@@ -99,14 +113,29 @@ impl Vfs {
     /// # Errors
     /// The step that failed.
     pub fn start_without_vfs() -> Result<Vfs> {
-        Vfs::boot(PF_UP, true)
+        Vfs::boot(new_dir()?, PF_UP, true, ALONE)
     }
 
-    fn boot(set_up: &str, has_ours: bool) -> Result<Vfs> {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("unirdma-vfs-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let dir = std::env::temp_dir().join(name);
-        fs::create_dir_all(&dir).map_err(failed("temporary directory"))?;
+    /// Boots two of them without VFs, with our own programs, whose cards are connected by a cable. Each card has an
+    /// address of [`HOSTS`].
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn start_two_hosts() -> Result<[Vfs; 2]> {
+        let dirs = [new_dir()?, new_dir()?];
+        let start = |own: usize| {
+            let end = |which: &str, host: usize| {
+                format!("{which}.type=unix,{which}.path={}", dirs[host].join("cable").display())
+            };
+            let netdev = format!("dgram,id=n0,{},{}", end("local", own), end("remote", 1 - own));
+            let set_up = format!("{PF_UP}address={}\n{HOST_UP}", HOSTS[own]);
+            Vfs::boot(dirs[own].clone(), &set_up, true, (&netdev, MACS[own]))
+        };
+        Ok([start(0)?, start(1)?])
+    }
+
+    /// `card`: what the card is connected to, as QEMU's option `-netdev` has it, and its MAC address.
+    fn boot(dir: PathBuf, set_up: &str, has_ours: bool, card: (&str, &str)) -> Result<Vfs> {
         let parts = Parts::make()?;
         let kernel = parts.kernel_13()?;
         let mut image = Image::new(&kernel, dir.join("root"))?;
@@ -120,15 +149,17 @@ impl Vfs {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
             image.our_libraries()?;
-            ["count-calls", "vf-attack", "vf-contexts", "vf-costs", "vf-events"]
+            ["count-calls", "move-port", "vf-attack", "vf-contexts", "vf-costs", "vf-events"]
                 .iter()
                 .try_for_each(|p| image.compile(p))?;
             image.takes_containers();
         }
         let initrd = dir.join("initrd.cpio");
         image.pack(set_up, &initrd)?;
-        let card = ["-netdev", "user,id=n0", "-device", "igb,bus=root1,netdev=n0,romfile="];
-        let more = [&["-m", "1G", "-device", "pcie-root-port,id=root1,chassis=1,slot=1"], &card[..]].concat();
+        let (netdev, mac) = card;
+        let card = format!("igb,bus=root1,netdev=n0,romfile=,mac={mac}");
+        let root = "pcie-root-port,id=root1,chassis=1,slot=1";
+        let more = ["-m", "1G", "-device", root, "-netdev", netdev, "-device", &card];
         let machine = Machine::start(&Config {
             qemu: parts.qemu(),
             dir: &dir,
@@ -201,6 +232,15 @@ impl Vfs {
         self.must(&format!("/vf-up {vf} && /vf-neighbours {vf}"))?;
         self.wait_usable(vf)
     }
+}
+
+/// A directory of its own for a machine.
+fn new_dir() -> Result<PathBuf> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let name = format!("unirdma-vfs-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    let dir = std::env::temp_dir().join(name);
+    fs::create_dir_all(&dir).map_err(failed("temporary directory"))?;
+    Ok(dir)
 }
 
 impl Drop for Vfs {

@@ -12,7 +12,8 @@ use unirdma_abi::lease::{EVICTED, HAS, REFUSED, SOFT, SYSFS, WAITS};
 use unirdma_formats::Gid;
 use unirdma_rnic::Share;
 use unirdma_vf::{
-    Address, Config, Dry, Isolation, NetdevSeen, PfConfig, PfSeen, Seen, Setting, Step, VerbsSeen, VfId, VfSeen, states,
+    ARP_IGNORE, Address, Config, Dry, Isolation, NetdevSeen, PfConfig, PfSeen, Seen, Setting, Step, VerbsSeen, VfId,
+    VfSeen, states,
 };
 
 use super::super::Pool;
@@ -225,7 +226,7 @@ fn settle(pool: &Pool, seen: &Mutex<Seen>) {
                     Setting::Trust(on) => vf.settings.trust = on,
                 },
                 (Step::Netdev { addresses, neighbours, .. }, Some(VfSeen { netdev: Some(n), .. })) => {
-                    (n.up, n.accept_local, n.rp_filter) = (true, true, 0);
+                    (n.up, n.accept_local, n.rp_filter, n.arp_ignore) = (true, true, 0, ARP_IGNORE);
                     n.addresses.extend(addresses);
                     n.neighbours.extend(neighbours);
                 }
