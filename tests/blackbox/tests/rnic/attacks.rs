@@ -134,4 +134,29 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let is_same = || Ok(left()? == before);
         harness::within(SOON, is_same, "something is left").map(drop)
     });
+    t.on_mut(vfs, "VF attacks: the rdma controller of the container's control group limits its objects", |vfs| {
+        const MOST: usize = 40;
+        let layer = Layer::start_with(vfs, "--vf-linger 0s --vf-dry refuse")?;
+        layer.pool.must("vrnic add bad --way vf --group blue --ip 10.0.0.4")?;
+        vfs.must("mkdir -p /limited && mount -t cgroup2 none /limited && mkdir /limited/box")?;
+        let tried = (|| {
+            vfs.must("echo +rdma >/limited/cgroup.subtree_control")?;
+            for vf in 0..4 {
+                vfs.must(&format!("echo {} hca_object={MOST} >/limited/box/rdma.max", layer.pool.of(vf, "verbs")?))?;
+            }
+            let hostile = Layer::container("bad", "vf-attack exhaust 300 16777216");
+            let hostile = vfs.spawn(&format!("echo $$ >/limited/box/cgroup.procs; {hostile}"))?;
+            layer.prints(&hostile, "a second process has pinned")?;
+            let text = hostile.text();
+            let made = text.lines().find_map(|l| l.strip_prefix("has ")?.strip_suffix(" QPs and CQs")?.parse().ok());
+            let is_limited = text.contains("objects: ") && made.is_some_and(|n: usize| n > 0 && 2 * n < MOST);
+            require(is_limited, layer.pool.explain(&text))?;
+            layer.works("ibv_rc_pingpong -n 20 -g 0")?;
+            vfs.must("killall -9 vf-attack")?;
+            hostile.finish();
+            layer.pool.all_ready()
+        })();
+        vfs.must("rmdir /limited/box; umount /limited")?;
+        tried
+    });
 }
