@@ -167,7 +167,7 @@ impl Scene {
     /// If the build fails.
     pub fn build() -> Result<PathBuf> {
         harness::build()?;
-        harness::build_example("unirdma-testkit", "attacks")
+        Ok(harness::unirdma().with_file_name("attacks"))
     }
 
     /// # Errors

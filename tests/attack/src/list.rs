@@ -18,7 +18,7 @@ pub enum Argument {
 /// A program of the attacker.
 #[derive(Clone, Copy)]
 pub enum Program {
-    /// An attack of the test kit's example `attacks`, which describes each of them.
+    /// An attack of the test kit's program `attacks`, which describes each of them.
     Kit {
         /// Its name there.
         name: &'static str,
