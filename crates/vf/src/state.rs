@@ -15,7 +15,7 @@ use crate::seen::{NetdevSeen, Seen, Settings, VfId, VfSeen};
 pub const NODE_MODE: u32 = 0o600;
 
 /// `arp_ignore` of a VF's network device: it answers for its own addresses only, so that a host that asks for the MAC
-/// of one VF does not get that of another VF of the same network.
+/// of one VF does not get another VF's, which is in the same network.
 pub const ARP_IGNORE: u8 = 1;
 
 const VFIO: &str = "vfio-pci";
@@ -94,8 +94,7 @@ pub enum Step {
     Set { vf: VfId, what: Setting },
     /// Takes the VF from its driver, if it has one, and binds it to another or the same.
     Rebind { vf: VfId, pci: String, driver: Driver },
-    /// Takes a VF's network device up, with `accept_local=1`, `rp_filter=0` and `arp_ignore` of [`ARP_IGNORE`], and adds
-    /// what it lacks.
+    /// Takes a VF's network device up, with `accept_local=1`, `rp_filter=0` and [`ARP_IGNORE`], and adds what it lacks.
     Netdev { vf: VfId, netdev: String, addresses: Vec<Address>, neighbours: BTreeMap<IpAddr, Mac> },
     /// Makes a verbs device of the kernel's software RNIC on a network device.
     AddRxe { vf: VfId, netdev: String },

@@ -255,6 +255,14 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
             format!("1000 more requests take {hosted} more calls, and {alone} on the VF alone"),
         )
     });
+    t.on_mut(vfs, "way vf: RDMA devices that only their own network namespace sees", |vfs| {
+        vfs.must("rdma system set netns exclusive")?;
+        let tried = Layer::start(vfs).and_then(|layer| layer.works("ibv_rc_pingpong -n 20 -g 0"));
+        // The kernel takes the change only when the namespaces of all containers are gone.
+        let shared = || Ok(vfs.run("rdma system set netns shared")?.ok());
+        harness::within(SOON, shared, "the mode does not change back")?;
+        tried
+    });
     t.on_mut(vfs, "way vf: registration sends no message, and a destination is asked for once a second", |vfs| {
         // As on x86-64, which the machine has.
         const WRITE: u32 = 1;

@@ -54,7 +54,7 @@ ip link set $pf name pf
 ip link set pf up
 echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
 ";
-/// What a host does whose virtual layer reaches others by the card, with the address `$address`. The kernel's soft RNIC
+/// Gives the card an address, `$address`, by which the virtual layer reaches another host. The kernel's soft RNIC
 /// has the port of RoCEv2 in each of its networks, so the virtual layer gets another one in its place. No packet comes
 /// to it: containers' packets go by VXLAN.
 const HOST_UP: &str = "
