@@ -1,5 +1,5 @@
-/* Moves a UDP port: while this program runs, who binds the port FROM gets the port TO, in the control group DIR and
- * those below it. So a program that binds a port can run beside a part of the kernel that has it already.
+/* Moves a port of IPv4: while this program runs, a process of the control group DIR, or of one below it, that binds the
+ * port FROM gets the port TO. So a program can run beside a part of the kernel that has its port already.
  *
  *   move-port DIR FROM TO
  */

@@ -71,7 +71,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     } else {
         println!("skipped: cargo clippy (clippy is not installed)");
     }
-    // Documentation has no examples to test, and the black-box tests build the example programs that they need.
+    // Documentation has no examples to test, and benchmarks build the example programs that they need.
     cargo(&["test", "--workspace", "--exclude", "blackbox", "--tests", "--quiet"], &[])?;
     let loom = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target/loom")];
     cargo(&["test", "--package", "unirdma-mem", "--release", "--quiet", "--lib", "loom"], &loom)?;

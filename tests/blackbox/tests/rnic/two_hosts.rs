@@ -55,10 +55,7 @@ pub(super) fn tests(t: &mut Tests, hosts: &Shared<[Vfs; 2]>) {
         // The software RNICs had nothing of it.
         for (layer, vrnic) in [(&two.a, "a"), (&two.b, "b")] {
             let shown = layer.pool.must(&format!("vrnic show {vrnic}"))?;
-            require(
-                shown.contains("way") && shown.lines().any(|l| l.starts_with("sent ") && l.contains(" 0 requests")),
-                shown,
-            )?;
+            require(shown.lines().any(|l| l.starts_with("sent ") && l.contains(" 0 requests")), shown)?;
         }
         Ok(())
     });

@@ -54,9 +54,9 @@ ip link set $pf name pf
 ip link set pf up
 echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
 ";
-/// Gives the card an address, `$address`, by which the virtual layer reaches another host. The kernel's soft RNIC
-/// has the port of RoCEv2 in each of its networks, so the virtual layer gets another one in its place. No packet comes
-/// to it: containers' packets go by VXLAN.
+/// Gives the card an address, `$address`, by which the virtual layer reaches another host. The kernel's soft RNIC has
+/// the port of RoCEv2 already, so the virtual layer gets another port in its place, to which no packet comes:
+/// containers' packets go by VXLAN.
 const HOST_UP: &str = "
 ip addr add $address/24 dev pf
 mkdir /control
