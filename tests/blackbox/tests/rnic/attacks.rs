@@ -106,9 +106,13 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
             require(o.ok() && o.text.contains("all refused"), layer.pool.explain(&o.text))?;
             vfs.must("killall -9 vf-attack")?;
             red.finish();
+            // No answer to ARP passes between the VLAN and the PF, so each is told the other's MAC address.
             for vf in 0..4 {
-                let netdev = layer.pool.of(vf, "netdev")?;
-                vfs.must(&format!("ip neigh replace {PF_ADDRESS} lladdr {} dev {netdev} nud permanent", mac.trim()))?;
+                let (netdev, mac) = (layer.pool.of(vf, "netdev")?, mac.trim());
+                vfs.must(&format!(
+                    "ip neigh replace {PF_ADDRESS} lladdr {mac} dev {netdev} nud permanent; \
+                     ip neigh replace 10.50.0.1{vf} lladdr $(cat /sys/class/net/{netdev}/address) dev pf nud permanent"
+                ))?;
             }
             let text = past_the_library(&layer, "vf-attack serve rxe_pf", &Layer::on_host_network("a", reaches))?;
             nothing_arrived(&text)
