@@ -259,9 +259,12 @@ impl Parts {
     }
 
     fn kernel(&self, version: String, boot: PathBuf, base: PathBuf, root: PathBuf, builder: PathBuf) -> Result<Kernel> {
+        // The modules may be new ones of a version whose image is there already.
+        if !base.join("lib/modules").join(&version).join("modules.dep").exists() {
+            run(&self.dir, &["depmod", "-b", &base.display().to_string(), &version])?;
+        }
         let image = self.dir.join(format!("vmlinux-{version}"));
         if !image.exists() {
-            run(&self.dir, &["depmod", "-b", &base.display().to_string(), &version])?;
             // Later releases have the kernel beside its modules.
             let places = [boot.join(format!("vmlinuz-{version}")), base.join(format!("lib/modules/{version}/vmlinuz"))];
             let packed = places.iter().find(|p| p.exists()).ok_or_else(|| format!("Linux {version} is not there"))?;
