@@ -198,8 +198,8 @@ const WITHOUT: &[&str] = &[
     "turtledemo",
 ];
 
-/// Copies Python, pyverbs and the tests of the kernel's release, and the kernel's own soft RNIC, into a guest's image.
-fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
+/// Copies Python, pyverbs and the tests of the kernel's release into a guest's image.
+pub(crate) fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
     let python = fs::read_link(kernel.root.join("usr/bin/python3")).map_err(failed("python3"))?;
     let python = python.file_name().unwrap_or_default().to_string_lossy().into_owned();
     image.program(&python)?;
@@ -213,7 +213,12 @@ fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
     let tests = release.join(TESTS.trim_start_matches('/'));
     let to = image.root().join("t");
     fs::create_dir_all(&to).map_err(failed("tests"))?;
-    unpack(&tests, &to)?;
+    unpack(&tests, &to).map(drop)
+}
+
+/// As [`add_tests`], with the kernel's own soft RNIC.
+fn add_tests_and_rxe(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
+    add_tests(kernel, image)?;
     image.rxe()
 }
 
@@ -287,7 +292,7 @@ fn failed_tests(text: &str) -> Vec<&str> {
 /// # Errors
 /// Tests that failed, or were skipped without a known reason.
 pub fn in_a_guest(kernel: Option<&str>) -> Result<()> {
-    let systems = Systems::make_with(Some(kernel.unwrap_or(KERNEL_OF_DEBIAN_13)), &add_tests)?;
+    let systems = Systems::make_with(Some(kernel.unwrap_or(KERNEL_OF_DEBIAN_13)), &add_tests_and_rxe)?;
     in_guest(systems.all.first().ok_or("no kernel")?, None, false)
 }
 
@@ -297,6 +302,6 @@ pub fn in_a_guest(kernel: Option<&str>) -> Result<()> {
 /// Tests that failed on the vRNIC, or were skipped without a known reason.
 pub fn in_guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
     crate::vm::prepare()?;
-    let systems = Systems::make_with(kernel, &add_tests)?;
+    let systems = Systems::make_with(kernel, &add_tests_and_rxe)?;
     systems.all.iter().try_for_each(|s| in_guest(s, only, only.is_none()))
 }

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::net::Ipv6Addr;
 use std::ptr::from_mut;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -114,6 +115,20 @@ impl Hosted {
         Ok((Name { dgid, sgid_index, real: answer.dgid }, answer.max_mtu))
     }
 
+    /// As [`Hosted::resolve`], where the destination may be a multicast group. That has one name everywhere; it is the
+    /// VLAN or the network of the vRNIC's group that keeps its datagrams apart.
+    fn resolve_for_datagrams(&self, a: &mut ibv_ah_attr) -> Result<(), i32> {
+        if is_multicast(raw(&a.grh.dgid)) {
+            if is_v4(raw(&a.grh.dgid)) != is_v4(self.gid) {
+                trace!("the VF's address is of another family than {}", Gid(raw(&a.grh.dgid)));
+                return Err(libc::EAFNOSUPPORT);
+            }
+            a.grh.sgid_index = self.sgid_index(a.port_num)?;
+            return Ok(());
+        }
+        self.resolve(a, QPT_UD).map(drop)
+    }
+
     /// The GID of the vRNIC that has a VF, by the VF's GID.
     fn name(&self, real: [u8; 16]) -> Option<[u8; 16]> {
         let answer: Result<abi::NameGidResp, i32> = self.driver.command(Command::NameGid, &abi::NameGidReq { real });
@@ -122,7 +137,6 @@ impl Hosted {
 
     /// The index of an own GID of the same family as `peer`.
     fn own_index(&self, port: u8, peer: [u8; 16]) -> u8 {
-        let is_v4 = |gid: [u8; 16]| gid[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
         let fits = |index: &u8| {
             let own = crate::device::gid(&self.driver, port.into(), i32::from(*index));
             own.is_ok_and(|g| g != [0; 16] && is_v4(g) == is_v4(peer))
@@ -268,8 +282,7 @@ pub(crate) unsafe fn destroy_qp(h: &Hosted, qp: *mut ibv_qp) -> i32 {
 pub(crate) unsafe fn create_ah(h: &Hosted, pd: *mut ibv_pd, attr: &ibv_ah_attr) -> *mut ibv_ah {
     let mut a = *attr;
     if a.is_global != 0
-        && a.grh.dgid_is_unicast()
-        && let Err(e) = h.resolve(&mut a, QPT_UD)
+        && let Err(e) = h.resolve_for_datagrams(&mut a)
     {
         return crate::null(e);
     }
@@ -279,14 +292,15 @@ pub(crate) unsafe fn create_ah(h: &Hosted, pd: *mut ibv_pd, attr: &ibv_ah_attr) 
     ah
 }
 
-trait Route {
-    fn dgid_is_unicast(&self) -> bool;
+/// True for the GID of an IPv4 address.
+fn is_v4(gid: [u8; 16]) -> bool {
+    Ipv6Addr::from(gid).to_ipv4_mapped().is_some()
 }
 
-impl Route for ibv_global_route {
-    fn dgid_is_unicast(&self) -> bool {
-        raw(&self.dgid)[0] != 0xff
-    }
+/// True for the GID of a multicast group, which may be that of an IPv4 address (IBTA, annex A17).
+fn is_multicast(gid: [u8; 16]) -> bool {
+    let address = Ipv6Addr::from(gid);
+    address.to_ipv4_mapped().map_or(address.is_multicast(), |v4| v4.is_multicast())
 }
 
 /// # Safety
@@ -372,7 +386,7 @@ pub(super) unsafe extern "C" fn query_device_ex_inline(
 /// As ibv_resolve_eth_l2_from_gid(3).
 pub(crate) unsafe fn resolve_mac(h: &Hosted, attr: &ibv_ah_attr, mac: *mut u8, vid: *mut u16) -> i32 {
     let mut a = *attr;
-    if let Err(e) = h.resolve(&mut a, QPT_UD) {
+    if let Err(e) = h.resolve_for_datagrams(&mut a) {
         set_errno(e);
         return -e;
     }
@@ -387,6 +401,13 @@ pub(crate) unsafe fn resolve_mac(h: &Hosted, attr: &ibv_ah_attr, mac: *mut u8, v
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn gids_of_multicast_groups() {
+        let of = |text: &str| is_multicast(text.parse::<Ipv6Addr>().unwrap().octets());
+        assert!(["::ffff:224.0.0.1", "::ffff:239.1.2.3", "ff0e::1"].into_iter().all(of));
+        assert!(!["::ffff:10.0.0.1", "::ffff:240.0.0.1", "fe80::1", "::", "::224.0.0.1"].into_iter().any(of));
+    }
 
     #[test]
     fn answers_are_kept_for_their_life_and_never_too_many() {

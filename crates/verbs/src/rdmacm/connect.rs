@@ -8,8 +8,7 @@ use unirdma_verbs_abi::*;
 
 use super::qp::max_rd_atomic;
 use super::{Group, IdObj, address, object, request};
-use crate::any;
-use crate::done;
+use crate::{any, done, hosted};
 
 /// `RDMA_MAX_RESP_RES`, `RDMA_MAX_INIT_DEPTH`: the device's maximum.
 const MOST: u8 = 0xff;
@@ -187,6 +186,11 @@ pub unsafe extern "C" fn x_rdma_disconnect(id: *mut rdma_cm_id) -> i32 {
 /// # Safety
 /// `addr` is an address of the caller.
 unsafe fn join(obj: &mut IdObj, addr: *const libc::sockaddr, context: *mut c_void) -> Result<(), i32> {
+    // A VF receives what its network interface has joined, which the container does not have.
+    // SAFETY: an open context, once the identifier has a device.
+    if !obj.c.verbs.is_null() && !unsafe { hosted::is_ours(obj.c.verbs) } {
+        return Err(libc::EOPNOTSUPP);
+    }
     // SAFETY: by the contract.
     let addr = unsafe { address::read(addr) }?;
     let token = obj.groups.iter().map(|g| g.token).max().unwrap_or(0) + 1;

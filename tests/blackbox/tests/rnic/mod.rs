@@ -7,6 +7,7 @@ mod faults;
 mod leases;
 mod long;
 mod pool;
+mod suites;
 mod two_hosts;
 mod way_vf;
 
@@ -25,10 +26,11 @@ pub(crate) fn tests(t: &mut Tests) {
     pool::tests(t, with_ours);
     leases::tests(t, with_ours);
     way_vf::tests(t, with_ours);
-    faults::tests(t, with_ours);
-    attacks::tests(t, with_ours);
     if std::env::var_os(LONG).is_some() {
+        faults::tests(t, with_ours);
+        attacks::tests(t, with_ours);
         long::tests(t, with_ours);
+        suites::tests(t, &Shared::new(Vfs::start_with_suites));
         two_hosts::tests(t, &Shared::new(Vfs::start_two_hosts));
     }
 }

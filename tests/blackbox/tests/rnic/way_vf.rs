@@ -161,6 +161,11 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let stream = "rstream -S 4096 -I 20";
         both_end_well(layer.pair(("a", stream), ("b", &format!("{stream} -s 10.0.0.1")))?)
     });
+    t.on_mut(vfs, "way vf: a multicast group cannot be joined by connection management", |vfs| {
+        let layer = Layer::start(vfs)?;
+        let o = layer.run("a", "mckey -m 239.1.2.3 -b 10.0.0.1")?;
+        require(!o.ok() && o.text.contains("Operation not supported"), layer.pool.explain(&o.text))
+    });
     t.on_mut(vfs, "way vf: a program sees the vRNIC's names, and no other device", |vfs| {
         let layer = Layer::start(vfs)?;
         let seen = layer.run("a", "ibv_devinfo -v")?;

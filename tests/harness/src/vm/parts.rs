@@ -45,6 +45,7 @@ const PROGRAMS: &[&str] = &[
     "procps",
     "python3-pyverbs",
     "rdmacm-utils",
+    "ucx-utils",
     "util-linux",
 ];
 /// Packages from Debian's backports: Debian 13's own QEMU has no vhost-user device of any kind.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::Parts;
 use super::image::Image;
 use super::machine::{Config, Machine, Task};
-use crate::{Output, Result, failed, within};
+use crate::{Output, Result, conformance, failed, within};
 
 /// The addresses of the cards of [`Vfs::start_two_hosts`].
 pub const HOSTS: [&str; 2] = ["10.60.0.1", "10.60.0.2"];
@@ -38,6 +38,7 @@ const PROGRAMS: &[&str] = &[
     "ib_send_lat",
     "ib_atomic_lat",
     "rping",
+    "mckey",
     "udaddy",
     "rstream",
     "rdma",
@@ -91,6 +92,17 @@ for j in 0 1 2 3; do
 done
 ";
 
+/// What a machine has beside Debian's programs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    /// Programs that show what the kernel does.
+    Facts,
+    /// Our programs as well.
+    Ours,
+    /// Our programs, rdma-core's own tests, and UCX.
+    Suites,
+}
+
 /// A running machine. Dropping this value ends it.
 pub struct Vfs {
     machine: Machine,
@@ -103,7 +115,7 @@ impl Vfs {
     /// # Errors
     /// The step that failed.
     pub fn start() -> Result<Vfs> {
-        let vfs = Vfs::boot(new_dir()?, &format!("{PF_UP}{VFS_UP}"), false, ALONE)?;
+        let vfs = Vfs::boot(new_dir()?, &format!("{PF_UP}{VFS_UP}"), Contents::Facts, ALONE)?;
         (0..VFS).try_for_each(|vf| vfs.wait_usable(vf))?;
         Ok(vfs)
     }
@@ -113,7 +125,15 @@ impl Vfs {
     /// # Errors
     /// The step that failed.
     pub fn start_without_vfs() -> Result<Vfs> {
-        Vfs::boot(new_dir()?, PF_UP, true, ALONE)
+        Vfs::boot(new_dir()?, PF_UP, Contents::Ours, ALONE)
+    }
+
+    /// As [`Vfs::start_without_vfs`], with rdma-core's own tests and UCX.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn start_with_suites() -> Result<Vfs> {
+        Vfs::boot(new_dir()?, PF_UP, Contents::Suites, ALONE)
     }
 
     /// Boots two of them without VFs, with our own programs, whose cards are connected by a cable. Each card has an
@@ -129,13 +149,13 @@ impl Vfs {
             };
             let netdev = format!("dgram,id=n0,{},{}", end("local", own), end("remote", 1 - own));
             let set_up = format!("{PF_UP}address={}\n{HOST_UP}", HOSTS[own]);
-            Vfs::boot(dirs[own].clone(), &set_up, true, (&netdev, MACS[own]))
+            Vfs::boot(dirs[own].clone(), &set_up, Contents::Ours, (&netdev, MACS[own]))
         };
         Ok([start(0)?, start(1)?])
     }
 
     /// `card`: what the card is connected to, as QEMU's option `-netdev` has it, and its MAC address.
-    fn boot(dir: PathBuf, set_up: &str, has_ours: bool, card: (&str, &str)) -> Result<Vfs> {
+    fn boot(dir: PathBuf, set_up: &str, contents: Contents, card: (&str, &str)) -> Result<Vfs> {
         let parts = Parts::make()?;
         let kernel = parts.kernel_13()?;
         let mut image = Image::new(&kernel, dir.join("root"))?;
@@ -145,7 +165,12 @@ impl Vfs {
         ["rnic-facts", "lease"].iter().try_for_each(|p| image.compile(p))?;
         image.text("vf-up", VF_UP)?;
         image.text("vf-neighbours", VF_NEIGHBOURS)?;
-        if has_ours {
+        if contents == Contents::Suites {
+            conformance::add_tests(&kernel, &mut image)?;
+            image.program("ucx_perftest")?;
+            image.tree("/usr/lib/x86_64-linux-gnu/ucx", &[])?;
+        }
+        if contents != Contents::Facts {
             image.runtime()?;
             image.file(&crate::unirdma(), "usr/bin/unirdma")?;
             image.our_libraries()?;
