@@ -280,6 +280,28 @@ fn status(s: &StatusInfo) -> String {
         text += &hidden(&w.rules);
     }
     s.workers.iter().for_each(|w| text += &seal(w));
+    text.lines().map(wrapped).collect::<Vec<_>>().join("\n")
+}
+
+/// A line in lines of at most 120 columns, if its words allow it. Those after the first are indented.
+fn wrapped(line: &str) -> String {
+    const COLUMNS: usize = 120;
+    let rest = line.trim_start();
+    let mut indent = line.len() - rest.len();
+    let (mut text, mut column) = (" ".repeat(indent), indent);
+    indent += 4;
+    for (i, word) in rest.split(' ').enumerate() {
+        let width = word.chars().count();
+        if i > 0 && column + 1 + width > COLUMNS {
+            text += &format!("\n{}", " ".repeat(indent));
+            column = indent;
+        } else if i > 0 {
+            text.push(' ');
+            column += 1;
+        }
+        text += word;
+        column += width;
+    }
     text
 }
 
@@ -520,6 +542,17 @@ mod tests {
     use unirdma_supervisor::admin::VfInfo;
 
     use super::*;
+
+    #[test]
+    fn lines_are_wrapped_between_words() {
+        assert_eq!(wrapped("  short  line"), "  short  line");
+        let long = format!("  first {}", "word ".repeat(40));
+        let lines = wrapped(long.trim_end());
+        assert!(lines.lines().all(|l| l.len() <= 120) && lines.lines().skip(1).all(|l| l.starts_with("      word")));
+        assert_eq!(lines.split_whitespace().count(), 41);
+        let whole = "x".repeat(200);
+        assert_eq!(wrapped(&whole), whole);
+    }
 
     #[test]
     fn a_change_says_what_a_router_may() {

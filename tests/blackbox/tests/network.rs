@@ -9,7 +9,8 @@ use crate::support::*;
 
 /// Waits until the output of `unirdma` contains a text.
 fn wait_said(lab: &Lab, args: &[&str], text: &str) -> Check {
-    let said = || lab.unirdma(args).text;
+    // Long lines are wrapped between words.
+    let said = || lab.unirdma(args).text.split_whitespace().collect::<Vec<_>>().join(" ");
     soon(|| said().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", said()))
 }
 
