@@ -21,14 +21,19 @@ use crate::bind::{self, Bind};
 use crate::home::{self, Show};
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
+use crate::unnamed::{self, Taken};
 use crate::workdir;
 
 pub(crate) const EXAMPLES: &str = "Examples:
+  unirdma run -- ib_write_bw                              # prints the address of its vRNIC, such as 10.77.0.1
+  unirdma run -- ib_write_bw 10.77.0.1                    # in a second terminal: its peer
   unirdma run --vrnic a -- ibv_devinfo -v
   unirdma run --vrnic a --net host -- ./my_server         # share the host's network
   unirdma run --vrnic a --bind /data:ro --bind /scratch -- ./my_job
   unirdma run --vrnic a --bind /dev/nvidia0 --bind /dev/nvidiactl --bind /dev/nvidia-uvm -- ./my_job
   unirdma exec --vrnic a -- bash                          # a second command in the same container
+
+Without --vrnic, a virtual layer is started if none serves the directory. It ends with its last vRNIC.
 
 The command sees the host's files, read-only, and no other processes than its own. It can write to /tmp, /var/tmp, /run and /dev/shm, and
 in the home directory to .cache, .config, .local/share and .local/state, all of which are its own and end with it. It can write to the working
@@ -41,9 +46,16 @@ Exit code: that of the command; 127 if it does not exist, 126 if it cannot be ru
 
 #[derive(Args)]
 pub(crate) struct RunArgs {
-    /// The vRNIC that the container gets
-    #[arg(long, value_name = "NAME")]
-    vrnic: String,
+    /// The vRNIC that the container gets [default: one of group `default` that nothing uses, else a new one, which ends
+    /// with the command]
+    #[arg(long, value_name = "NAME", conflicts_with = "new")]
+    vrnic: Option<String>,
+    /// A new vRNIC of group `default`, which ends with the command, also if there are others that nothing uses
+    #[arg(long)]
+    new: bool,
+    /// Do not print which vRNIC it is
+    #[arg(long, short)]
+    quiet: bool,
     /// Network: an interface with the vRNIC's address, or the host's network as it is
     #[arg(long, value_enum, default_value_t = Net::Own)]
     net: Net,
@@ -97,8 +109,14 @@ pub(crate) fn all(client: &mut Client) -> io::Result<Vec<String>> {
 }
 
 pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
-    let mut client = Client::connect(dir)?;
-    let info = show(&mut client, &args.vrnic)?;
+    let Taken { mut client, info, host } = match &args.vrnic {
+        Some(name) => {
+            let mut client = Client::connect(dir)?;
+            let info = show(&mut client, name)?;
+            Taken { client, info, host: None }
+        }
+        None => unnamed::take(dir, args.new, args.quiet)?,
+    };
     let libraries = library_dir()?;
     home::forget_tokens();
     let homes = home::all(args.home)?;
@@ -127,7 +145,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
         }
     };
     drop(theirs);
-    match serve(&mut client, args, pid, ours, nested) {
+    match serve(&mut client, &info.name, pid, ours, nested) {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
@@ -135,8 +153,11 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
             // ignored: a virtual layer that is gone has no container left. The virtual layer still passes on the last
             // frames that the container sent, which needs the container's network; so the network is dropped
             // afterwards.
-            let _ = client.ask(&Request::Detach, None);
+            let detached = client.ask(&Request::Detach, None);
             drop(network);
+            if let (Err(_), Some(host)) = (detached, host) {
+                unnamed::wait_for_end(dir, host);
+            }
             Ok(code)
         }
         Err(e) => {
@@ -165,7 +186,7 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
 /// network alive, if it has one of its own. Returns early if the child has failed; it has printed why.
 fn serve(
     client: &mut Client,
-    args: &RunArgs,
+    vrnic: &str,
     pid: i32,
     mut sock: UnixStream,
     nested: bool,
@@ -184,11 +205,11 @@ fn serve(
     }
     let mut came = came.into_iter();
     if let Some(frames) = came.next() {
-        client.ask(&Request::Attach { name: args.vrnic.clone() }, Some(frames.as_fd()))?;
+        client.ask(&Request::Attach { name: vrnic.into() }, Some(frames.as_fd()))?;
     }
     let first = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pidfd = rustix::process::pidfd_open(first, PidfdFlags::empty())?;
-    client.ask(&Request::Container { name: args.vrnic.clone() }, Some(pidfd.as_fd()))?;
+    client.ask(&Request::Container { name: vrnic.into() }, Some(pidfd.as_fd()))?;
     process::pass_signals_to(pid, false);
     sock.write_all(&[GO])?;
     Ok(came.next())

@@ -14,6 +14,7 @@ use unirdma_supervisor::{
 };
 use unirdma_worker::{Alone, work};
 
+use crate::confine;
 use crate::process;
 use crate::vfs::VfArgs;
 
@@ -104,6 +105,9 @@ pub(crate) struct HostArgs {
     metrics_vrnics: u64,
     #[command(flatten)]
     vfs: VfArgs,
+    /// End with the last vRNIC. `unirdma run` starts such a virtual layer if there is none
+    #[arg(long, hide = true)]
+    ends_unused: bool,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
     #[arg(long, hide = true, requires = "others", conflicts_with = "full_icrc")]
     no_icrc: bool,
@@ -186,6 +190,11 @@ fn cause(info: &libc::signalfd_siginfo) -> String {
 }
 
 pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
+    if args.ends_unused {
+        // It outlives the command that started it, and somebody may wait for the end of a pipe that the command was
+        // given.
+        confine::close_descriptors(false)?;
+    }
     if let (Some("print"), Some(peers)) = (args.firewall.as_deref(), &args.peers) {
         let rules = firewall_rules(&dir, &args.address, peers)?;
         return io::stdout().write_all(rules.as_bytes());
@@ -229,7 +238,8 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let most_vrnics = usize::try_from(args.metrics_vrnics).unwrap_or(MAX_METRICS_VRNICS);
     let metrics = args.metrics.map(|address| MetricsConfig { address, most_vrnics });
     let isolation = Isolation::Processes;
-    let config = HostConfig { dir, engine, wire, centre, isolation, user: args.user.clone(), metrics, vfs };
+    let (user, ends_unused) = (args.user.clone(), args.ends_unused);
+    let config = HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, ends_unused };
     let ready = || eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     serve(&config, stop.as_fd(), ready, || log_signal(stop.as_fd()))
 }

@@ -29,6 +29,7 @@ mod sandbox;
 mod secret;
 mod top;
 mod units;
+mod unnamed;
 mod vfs;
 mod vm_run;
 mod vmm_args;
@@ -57,10 +58,11 @@ struct Cli {
 }
 
 const EXAMPLES: &str = "Examples:
+  unirdma run -- ib_write_bw                      an unmodified verbs program with a vRNIC of its own
   unirdma host &                                  serve vRNICs on this host
   unirdma vrnic add a --ip 10.0.0.1               make two vRNICs
   unirdma vrnic add b --ip 10.0.0.2
-  unirdma run --vrnic a -- ib_write_bw &          an unmodified verbs program in a container
+  unirdma run --vrnic a -- ib_write_bw &          a program in the container of a
   unirdma run --vrnic b -- ib_write_bw 10.0.0.1   and its peer
   unirdma exec --vrnic a -- bash                  a second command in the container of a
   unirdma vm run --vrnic b --image disk.qcow2     a virtual machine that has it

@@ -293,6 +293,9 @@ pub struct VrnicInfo {
     /// PID of the first process of its container. If several were started, of the last one.
     #[serde(default)]
     pub container: Option<i32>,
+    /// It was made for its container, and ends with it.
+    #[serde(default)]
+    pub temporary: bool,
     pub sessions: usize,
     pub qps: usize,
     pub cqs: usize,

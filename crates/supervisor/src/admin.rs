@@ -24,6 +24,11 @@ pub use crate::network::{Hidden, RulesInfo, WireInfo};
 #[allow(missing_docs)]
 pub enum Request {
     VrnicAdd(AddVrnic),
+    /// Gives the connection a vRNIC of the default group until it is closed: one that nothing uses or, if there is none
+    /// or with `new`, one that is made for it and removed with it.
+    VrnicTake {
+        new: bool,
+    },
     VrnicList,
     VrnicShow {
         name: String,
@@ -93,7 +98,7 @@ pub enum Request {
     Container {
         name: String,
     },
-    /// Undoes this connection's `Attach` and `Container`. After the response the vRNIC is free for another one.
+    /// Undoes this connection's `Attach`, `Container` and `VrnicTake`. After the response the vRNIC is free for another one.
     Detach,
     /// Sends packets to the socket whose descriptor is sent along, as pcap records, one in each message, until the
     /// connection is closed.

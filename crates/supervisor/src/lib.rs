@@ -62,6 +62,8 @@ pub struct HostConfig {
     pub metrics: Option<MetricsConfig>,
     /// The pool of VFs of this host's real RNICs; `None`: there is none.
     pub vfs: Option<unirdma_vf::Config>,
+    /// It ends with its last vRNIC, or after half a minute without one.
+    pub ends_unused: bool,
 }
 
 /// How the worker of a group runs.
@@ -116,6 +118,8 @@ impl WireConfig {
 
 /// The group that always exists.
 pub(crate) const DEFAULT_GROUP: &str = "default";
+/// Name of the file in the directory that the virtual layer locks.
+const LOCK: &str = "host.lock";
 /// Name of the administration socket in the directory.
 pub const ADMIN_SOCKET: &str = "admin.sock";
 /// Name of a vRNIC's vhost-user socket in its own directory.
@@ -174,9 +178,17 @@ fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
+/// The process ID of the virtual layer that serves `dir`, or is about to begin or to end; 0 if it is not written yet.
+pub fn served_by(dir: &Path) -> Option<u32> {
+    let path = dir.join(LOCK);
+    let file = File::open(&path).ok()?;
+    let is_locked = rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockShared).is_err();
+    is_locked.then(|| std::fs::read_to_string(&path).ok()?.trim().parse().ok()).map(Option::unwrap_or_default)
+}
+
 /// Locks a directory, for a single virtual layer.
 fn lock_dir(dir: &Path) -> io::Result<File> {
-    let path = dir.join("host.lock");
+    let path = dir.join(LOCK);
     let file = File::options()
         .create(true)
         .truncate(false)

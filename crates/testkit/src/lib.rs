@@ -89,6 +89,7 @@ impl TestHost {
             user: None,
             metrics: None,
             vfs: None,
+            ends_unused: false,
         };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || (), || ()));

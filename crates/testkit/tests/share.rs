@@ -28,6 +28,7 @@ fn host(dir: &str) -> ! {
         user: None,
         metrics: None,
         vfs: None,
+        ends_unused: false,
         centre: None,
     };
     let _ = serve(&config, stdin.as_fd(), || (), || ());

@@ -34,6 +34,7 @@ mod secret;
 mod suite;
 mod support;
 mod two_hosts;
+mod unnamed;
 mod watching;
 mod workers;
 mod wrong_input;
@@ -73,6 +74,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("captures", captures::tests),
     ("changes", changes::tests),
     ("watching", watching::tests),
+    ("unnamed", unnamed::tests),
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
     ("podman", podman::tests),

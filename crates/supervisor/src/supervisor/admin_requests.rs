@@ -25,7 +25,8 @@ impl Supervisor {
             return answer;
         }
         match request {
-            Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true),
+            Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true, None),
+            Request::VrnicTake { new } => self.take(id, new),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
             Request::VrnicShow { name } => self.show(&name, true),
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
@@ -236,7 +237,14 @@ impl Supervisor {
     }
 
     /// Makes a vRNIC. If `hardware` is `None`, its MAC and GUID are derived from its group and addresses.
-    pub(super) fn add_vrnic_as(&self, add: &AddVrnic, hardware: Option<Hardware>, up: bool) -> Reply {
+    /// `taken`: the connection that it is made for.
+    pub(super) fn add_vrnic_as(
+        &self,
+        add: &AddVrnic,
+        hardware: Option<Hardware>,
+        up: bool,
+        taken: Option<Taken>,
+    ) -> Reply {
         vrnic::check_name("vRNIC", &add.name)?;
         let share = add.share.apply(Share::default())?;
         add.instance.as_deref().map_or(Ok(()), |i| vrnic::check_name("instance", i))?;
@@ -254,7 +262,7 @@ impl Supervisor {
             instance: add.instance.clone(),
             vf_use: VfUse { asks: add.way.asks(), vf: None },
         };
-        let made = self.make_vrnic(&group, new);
+        let made = self.make_vrnic(&group, new, taken);
         if made.is_err() {
             self.names().vrnics.remove(&add.name);
         }
@@ -288,7 +296,7 @@ impl Supervisor {
         Ok((group, ips, hardware))
     }
 
-    fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), RequestError> {
+    fn make_vrnic(&self, group: &Group, new: NewVrnic, taken: Option<Taken>) -> Result<(), RequestError> {
         let name = new.name.clone();
         let mut inner = group.lock();
         if inner.removed {
@@ -312,7 +320,7 @@ impl Supervisor {
             let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
             return Err(e.into());
         }
-        let member = Member { new, listeners, lease_listener, attached: None, containers: BTreeMap::new() };
+        let member = Member { new, listeners, lease_listener, attached: None, containers: BTreeMap::new(), taken };
         group.lend_to(&member);
         inner.members.insert(name.clone(), member);
         self.keep_vrnic(group, &inner, &name);
@@ -443,23 +451,32 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    /// Detaches the interface and the container that were attached by this connection.
+    /// Detaches the interface and the container that were attached by this connection, and gives back the vRNICs that
+    /// it has taken.
     fn detach(&self, id: u64) {
         let groups: Vec<Arc<Group>> = {
             let mut names = self.names();
             let held = names.held.remove(&id).unwrap_or_default();
             held.iter().filter_map(|g| names.groups.get(g).cloned()).collect()
         };
+        let mut temporary = Vec::new();
         for group in groups {
             let mut inner = group.lock();
             let mut changed = Vec::new();
             for (name, m) in &mut inner.members {
+                let taken = m.taken.take_if(|t| t.by == id);
+                temporary.extend(taken.filter(|t| t.temporary).map(|_| name.clone()));
                 let had = m.containers.remove(&id).is_some() | m.attached.take_if(|a| a.0 == id).is_some();
-                changed.extend(had.then(|| name.clone()));
+                changed.extend((had || taken.is_some()).then(|| name.clone()));
             }
             let _ = group.call(&mut inner, &Call::Detach { id }, &[]);
             changed.iter().for_each(|name| self.keep_vrnic(&group, &inner, name));
         }
+        for name in &temporary {
+            // It is gone already if an administrator has removed it.
+            let _ = self.remove_vrnic(name, true);
+        }
+        self.end_if_unused();
     }
 
     /// Lets the worker of a vRNIC, or all workers, send packets to the descriptor.
@@ -550,6 +567,7 @@ impl Supervisor {
             dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
             attached: m.attached.is_some(),
             container: m.containers.values().rev().find_map(process_of),
+            temporary: m.taken.is_some_and(|t| t.temporary),
             limits: m.new.limits,
             way: self.around.lender.way(&m.new.name),
             ..told

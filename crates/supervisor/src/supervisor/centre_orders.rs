@@ -368,7 +368,7 @@ impl Supervisor {
         }
         let made = self.names().groups.get(&group).cloned();
         made.map_or(Ok(()), |g| self.settle_vlan(&g))?;
-        self.add_vrnic_as(add, Some(hardware), up).map(drop)
+        self.add_vrnic_as(add, Some(hardware), up, None).map(drop)
     }
 
     /// Removes a vRNIC, if it is here.
@@ -503,6 +503,11 @@ impl Supervisor {
     // --- administrators of this host ---
 
     /// Answers requests that concern the centre; `None`: the request concerns only this host.
+    /// The URL of the control centre, if this host belongs to a fleet.
+    pub(super) fn url_of_centre(&self) -> Option<String> {
+        self.centre().map(|c| c.info().url)
+    }
+
     pub(super) fn answer_of_fleet(&self, request: &Request) -> Option<Reply> {
         let centre = self.centre()?;
         let name = match request {

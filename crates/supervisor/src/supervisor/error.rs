@@ -104,6 +104,11 @@ pub(super) enum RequestError {
     Centre(#[from] AskError),
     #[error("groups of a fleet are the control centre's ({url}): use `unirdma apply` there")]
     GroupOfCentre { url: String },
+    #[error(
+        "vRNICs of a fleet are made at its control centre ({url}): make one with `unirdma vrnic add NAME`, then name it \
+         with --vrnic"
+    )]
+    TakenOfCentre { url: String },
     #[error("vRNIC {vrnic} is the control centre's ({url}): change it there, with `unirdma {command}`")]
     VrnicOfCentre { vrnic: String, url: String, command: &'static str },
 

@@ -22,6 +22,7 @@ use unirdma_ipc::connection::Connection;
 use unirdma_ipc::message::{Answer, Begin, Call, Event, NewVrnic, VERSION};
 use unirdma_ipc::network::Plan;
 
+use super::taken::Taken;
 use crate::network::Network;
 use crate::process::{self, Child};
 use crate::vf::{Borrower, Lender};
@@ -46,6 +47,8 @@ pub(super) struct Member {
     pub attached: Option<(u64, OwnedFd)>,
     /// The first process of each container, by its administration connection.
     pub containers: BTreeMap<u64, OwnedFd>,
+    /// The administration connection that has taken it.
+    pub taken: Option<Taken>,
 }
 
 /// A vRNIC in the keeper. The listening sockets, with the one for leases if its programs may ask, the interface if it
@@ -55,6 +58,8 @@ pub(super) struct KeptMember {
     new: NewVrnic,
     attached: Option<u64>,
     containers: Vec<u64>,
+    #[serde(default)]
+    taken: Option<Taken>,
 }
 
 impl Member {
@@ -63,6 +68,7 @@ impl Member {
             new: self.new.clone(),
             attached: self.attached.as_ref().map(|a| a.0),
             containers: self.containers.keys().copied().collect(),
+            taken: self.taken,
         };
         let tap = self.attached.iter().map(|a| a.1.as_fd());
         let listeners = self.listeners.iter().map(AsFd::as_fd).chain(self.lease_listener.iter().map(AsFd::as_fd));
@@ -85,6 +91,7 @@ impl Member {
             lease_listener,
             attached,
             containers,
+            taken: k.taken,
         })
     }
 }
@@ -613,17 +620,12 @@ impl Group {
         }
     }
 
-    /// Detaches interfaces of containers whose first process was not yet registered when the former supervisor died.
-    /// Their connections are gone, and no event would report the end of the containers.
-    pub fn drop_orphans(&self, inner: &mut Inner) {
-        let mut orphans = Vec::new();
-        for m in inner.members.values_mut() {
-            let gone = m.attached.take_if(|a| !m.containers.contains_key(&a.0));
-            orphans.extend(gone.map(|a| a.0));
-        }
-        for id in orphans {
-            let _ = self.call(inner, &Call::Detach { id }, &[]);
-        }
+    /// The administration connections of which the former supervisor had an interface or a taken vRNIC when it died,
+    /// but not yet the first process of their container. They are gone, and no event would report their end.
+    pub fn orphans(&self, inner: &Inner) -> BTreeSet<u64> {
+        let of = |m: &Member| [m.attached.as_ref().map(|a| a.0), m.taken.map(|t| t.by)].into_iter().flatten().collect();
+        let has_container = |id: &u64| inner.members.values().any(|m| m.containers.contains_key(id));
+        inner.members.values().flat_map(|m| -> Vec<u64> { of(m) }).filter(|id| !has_container(id)).collect()
     }
 
     /// Kills its worker at once, without waiting for a thread that holds the group's lock.

@@ -18,6 +18,7 @@ mod group;
 mod no_fleet;
 mod secrets;
 pub(crate) mod stats;
+mod taken;
 mod takeover;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +33,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll;
+use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use unirdma_abi::lease;
 use unirdma_confine::{self as confine, CgroupError, Cgroups, InForce, USUAL_GROUP_WEIGHT};
@@ -49,6 +50,7 @@ use crate::peer_source::CentrePeers;
 use crate::vf::{Lender, Pool, PoolThread, serve_programs};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
+use taken::Taken;
 use takeover::Takeover;
 
 #[cfg(feature = "fleet")]
@@ -65,6 +67,7 @@ const STOP: u64 = 0;
 const ADMIN: u64 = 1;
 const KEEPER: u64 = 2;
 const NETWORK: u64 = 3;
+const UNUSED: u64 = 4;
 const DEATH: u64 = 1 << 32;
 const NOTICE: u64 = 2 << 32;
 /// The end of a container's first process, if the container's administration connection was one of an earlier
@@ -118,6 +121,8 @@ pub(crate) struct Supervisor {
     /// The administration connection that captures.
     capturing: Mutex<Option<u64>>,
     stopping: AtomicBool,
+    /// If it is to end with its last vRNIC: becomes readable when that is so.
+    unused: Option<OwnedFd>,
 }
 
 impl Supervisor {
@@ -181,6 +186,7 @@ impl Supervisor {
             next_connection: AtomicU64::new(1),
             capturing: Mutex::default(),
             stopping: AtomicBool::new(false),
+            unused: config.ends_unused.then(|| eventfd(0, EventfdFlags::CLOEXEC)).transpose()?,
         };
         let s = Arc::new(s);
         let begun = s.begin(takeover);
@@ -337,6 +343,7 @@ impl Supervisor {
         if let Some(n) = &self.around.network {
             self.watch(lock(n).descriptor(), NETWORK);
         }
+        self.watch_unused();
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
             let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, None) {

@@ -34,6 +34,10 @@ impl Supervisor {
         match identity {}
     }
 
+    pub(super) fn url_of_centre(&self) -> Option<String> {
+        None
+    }
+
     pub(super) fn answer_of_fleet(&self, _: &Request) -> Option<Reply> {
         None
     }

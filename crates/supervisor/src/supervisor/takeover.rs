@@ -127,8 +127,7 @@ impl Supervisor {
     fn take_over_group(self: &Arc<Self>, group: Group) {
         let group = Arc::new(group);
         {
-            let mut inner = group.lock();
-            group.drop_orphans(&mut inner);
+            let inner = group.lock();
             let mut names = self.names();
             names.next_group = names.next_group.max(group.id + 1);
             for (name, m) in &inner.members {
@@ -139,6 +138,11 @@ impl Supervisor {
                     self.next_connection.fetch_max(id + 1, Ordering::Relaxed);
                     self.watch_once(first.as_fd(), CONTAINER + id);
                 }
+            }
+            for id in group.orphans(&inner) {
+                names.held.entry(id).or_default().insert(group.name.clone());
+                self.next_connection.fetch_max(id + 1, Ordering::Relaxed);
+                self.apart("orphan", move |s| s.closed(id));
             }
             names.groups.insert(group.name.clone(), group.clone());
             drop(names);
