@@ -115,7 +115,8 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
             let info = show(&mut client, name)?;
             Taken { client, info, host: None }
         }
-        None => unnamed::take(dir, args.new, args.quiet)?,
+        // Nothing is started for a command that cannot run.
+        None => library_dir().and_then(|_| unnamed::take(dir, args.new, args.quiet))?,
     };
     let libraries = library_dir()?;
     home::forget_tokens();

@@ -31,12 +31,14 @@ fn link(v: &VrnicInfo) -> String {
 }
 
 fn container(v: &VrnicInfo) -> String {
-    match (v.attached, v.container) {
+    let end = if v.temporary { ", with which it ends" } else { "" };
+    let what = match (v.attached, v.container) {
         (true, Some(pid)) => format!("attached, first process {pid}"),
         (false, Some(pid)) => format!("on the host's network, first process {pid}"),
         (true, None) => "attached".into(),
         (false, None) => "none".into(),
-    }
+    };
+    what + end
 }
 
 fn bytes(n: u64) -> String {

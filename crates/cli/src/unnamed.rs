@@ -94,7 +94,7 @@ fn connect(dir: &Path, limit: Instant) -> io::Result<Client> {
 /// A virtual layer that this process has started.
 struct Started {
     host: Child,
-    /// What it prints, in memory.
+    /// Its output, in memory.
     log: File,
 }
 
@@ -113,7 +113,7 @@ impl Started {
         Ok(self.host.try_wait()?.is_some())
     }
 
-    /// What it has printed last.
+    /// Its last line.
     fn error(mut self) -> io::Error {
         let mut text = String::new();
         let _ = self.log.rewind().and_then(|()| self.log.read_to_string(&mut text));

@@ -98,7 +98,8 @@ pub enum Request {
     Container {
         name: String,
     },
-    /// Undoes this connection's `Attach`, `Container` and `VrnicTake`. After the response the vRNIC is free for another one.
+    /// Undoes this connection's `Attach`, `Container` and `VrnicTake`. After the response the vRNIC is free for another
+    /// one.
     Detach,
     /// Sends packets to the socket whose descriptor is sent along, as pcap records, one in each message, until the
     /// connection is closed.

@@ -33,7 +33,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use unirdma_ipc::config::EngineConfig;
 
@@ -120,6 +120,8 @@ impl WireConfig {
 pub(crate) const DEFAULT_GROUP: &str = "default";
 /// Name of the file in the directory that the virtual layer locks.
 const LOCK: &str = "host.lock";
+/// If the lock is held for this time, a virtual layer holds it. [`served_by`] holds it for moments.
+const LOCK_PATIENCE: Duration = Duration::from_millis(100);
 /// Name of the administration socket in the directory.
 pub const ADMIN_SOCKET: &str = "admin.sock";
 /// Name of a vRNIC's vhost-user socket in its own directory.
@@ -196,7 +198,14 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
         .write(true)
         .open(&path)
         .map_err(context("cannot open", &path))?;
-    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+    let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+    let mut locked = lock();
+    let limit = Instant::now() + LOCK_PATIENCE;
+    while locked.is_err() && Instant::now() < limit {
+        std::thread::sleep(Duration::from_millis(5));
+        locked = lock();
+    }
+    match locked {
         Ok(()) => {
             std::fs::write(&path, format!("{}\n", std::process::id()))?;
             Ok(file)
@@ -276,7 +285,7 @@ pub fn serve(
 /// # Errors
 /// `TimedOut`, with advice.
 pub fn wait_ready(dir: &Path, limit: Duration) -> io::Result<Client> {
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     loop {
         match Client::connect(dir) {
             Ok(c) => return Ok(c),

@@ -22,7 +22,6 @@ use unirdma_ipc::connection::Connection;
 use unirdma_ipc::message::{Answer, Begin, Call, Event, NewVrnic, VERSION};
 use unirdma_ipc::network::Plan;
 
-use super::taken::Taken;
 use crate::network::Network;
 use crate::process::{self, Child};
 use crate::vf::{Borrower, Lender};
@@ -35,6 +34,15 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const STEADY: Duration = Duration::from_millis(50);
 /// If a worker cannot be started, it is tried again after a pause that doubles each time, up to this one.
 const LAST_PAUSE: Duration = Duration::from_secs(5);
+
+/// The connection that has taken a vRNIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Taken {
+    /// The administration connection.
+    pub by: u64,
+    /// The vRNIC was made for the connection, and is removed with it.
+    pub temporary: bool,
+}
 
 /// A vRNIC in the supervisor.
 pub(super) struct Member {
@@ -63,6 +71,11 @@ pub(super) struct KeptMember {
 }
 
 impl Member {
+    /// Nothing uses it and nobody has taken it. Programs are not looked at.
+    pub fn is_free(&self) -> bool {
+        self.taken.is_none() && self.attached.is_none() && self.containers.is_empty()
+    }
+
     pub fn to_keep(&self) -> (KeptMember, Vec<BorrowedFd<'_>>) {
         let kept = KeptMember {
             new: self.new.clone(),

@@ -49,8 +49,7 @@ use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
 use crate::vf::{Lender, Pool, PoolThread, serve_programs};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
-use group::{Group, Inner, KeptGroup, Member, SupervisorShared};
-use taken::Taken;
+use group::{Group, Inner, KeptGroup, Member, SupervisorShared, Taken};
 use takeover::Takeover;
 
 #[cfg(feature = "fleet")]

@@ -1,33 +1,15 @@
 //! vRNICs that administration connections have taken without a name: one that nobody uses, or one that is made for the
 //! connection and removed with it.
 
-use serde::{Deserialize, Serialize};
 use unirdma_ipc::vrnic::AddVrnic;
 
 use super::error::{Reply, RequestError};
-use super::group::Member;
 use super::*;
 
 /// First part of the names of vRNICs that are made for a connection. A number follows.
 const NAME: &str = "run";
 /// After this time a virtual layer that is to end with its last vRNIC ends if it has none.
 const FIRST_VRNIC: Duration = Duration::from_secs(30);
-
-/// The connection that has a vRNIC.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Taken {
-    /// The administration connection.
-    pub by: u64,
-    /// The vRNIC was made for the connection, and is removed with it.
-    pub temporary: bool,
-}
-
-impl Member {
-    /// Nothing uses it and nobody has taken it. Programs are not looked at.
-    fn is_free(&self) -> bool {
-        self.taken.is_none() && self.attached.is_none() && self.containers.is_empty()
-    }
-}
 
 impl Supervisor {
     /// Gives a connection a vRNIC of the default group: with `new` one that is made for it, else one that is there and

@@ -297,7 +297,7 @@ fn is_v4(gid: [u8; 16]) -> bool {
     Ipv6Addr::from(gid).to_ipv4_mapped().is_some()
 }
 
-/// True for the GID of a multicast group, which may be that of an IPv4 address (IBTA, annex A17).
+/// True for the GID of a multicast group, also of an IPv4 one (IBTA, annex A17).
 fn is_multicast(gid: [u8; 16]) -> bool {
     let address = Ipv6Addr::from(gid);
     address.to_ipv4_mapped().map_or(address.is_multicast(), |v4| v4.is_multicast())

@@ -1,6 +1,6 @@
-//! Suites that take too long for each push: rdma-core's own tests of data, and UCX, on VFs. A test of rdma-core's that
-//! passes on the device itself must pass on a VF, except that containers make no raw packet QPs (CAP_NET_RAW) and join no
-//! multicast groups.
+//! Suites that take too long for each push: rdma-core's own tests of data, and UCX, on VFs. Each of rdma-core's tests
+//! that passes on the device itself must pass on a VF, except that containers make no raw packet QPs (CAP_NET_RAW) and
+//! join no multicast groups.
 
 use std::collections::BTreeMap;
 

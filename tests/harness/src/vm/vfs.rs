@@ -92,7 +92,7 @@ for j in 0 1 2 3; do
 done
 ";
 
-/// What a machine has beside Debian's programs.
+/// Contents of a machine beside Debian's programs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contents {
     /// Programs that show what the kernel does.
