@@ -21,7 +21,7 @@ use unirdma_ipc::fdpass;
 use unirdma_ipc::vrnic::VrnicInfo;
 
 use crate::bind::Bind;
-use crate::errors::context;
+use crate::errors::{self, context};
 use crate::home::{Home, Show};
 use crate::idmap::Ids;
 use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC};
@@ -88,7 +88,7 @@ pub(crate) fn first_process(sandbox: &Sandbox<'_>, sock: UnixStream, nested: boo
 }
 
 pub(crate) fn fail(e: &io::Error) -> ! {
-    eprintln!("unirdma: {e}");
+    eprintln!("unirdma: {}", errors::plain(&e.to_string()));
     std::process::exit(1);
 }
 
@@ -110,7 +110,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(context("cannot keep mounts to the container"))?;
     if let Err(e) = crate::devices::set_up(sandbox.dir, sandbox.info, sandbox.own_net) {
-        eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
+        eprintln!("unirdma: programs that look for devices in /sys will find none: {}", errors::plain(&e.to_string()));
     }
     let flags =
         MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
@@ -197,7 +197,7 @@ pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
         why +=
             &format!(" in the container, which does not have the working directory {dir}; give it with --bind {dir}");
     }
-    eprintln!("unirdma: cannot run {name}: {why}");
+    eprintln!("unirdma: cannot run {name}: {}", errors::plain(&why));
     std::process::exit(code);
 }
 

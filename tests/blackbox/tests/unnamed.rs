@@ -73,6 +73,22 @@ pub(crate) fn tests(t: &mut Tests) {
         require(addresses.len() == 4, format!("{addresses:?}"))?;
         ends(&lab)
     });
+    t.test("run without a vRNIC: some begin while others end", || {
+        let lab = nobody(None)?;
+        let run_all = || -> Check {
+            for n in 0..15 {
+                let o = lab.unirdma(&["run", "--quiet", "--", "true"]);
+                require(o.ok() && o.text.is_empty(), format!("command {n}: {:?} {}", o.code, o.text))?;
+            }
+            Ok(())
+        };
+        let all: Vec<Check> = std::thread::scope(|s| {
+            let threads: Vec<_> = (0..3).map(|_| s.spawn(run_all)).collect();
+            threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err("it panicked".into()))).collect()
+        });
+        all.into_iter().collect::<Check>()?;
+        ends(&lab)
+    });
     t.test("run without a vRNIC: nothing is left of one that is killed", || {
         let lab = nobody(None)?;
         let mut program = goes_on(&lab, &[])?;

@@ -101,6 +101,10 @@ impl Supervisor {
     /// Releases everything that an administration connection holds. The connection is closed, or its container has
     /// ended.
     pub(super) fn closed(&self, id: u64) {
+        if self.stopping.load(Ordering::SeqCst) {
+            // All vRNICs end, and the directory may soon be the next virtual layer's.
+            return;
+        }
         self.detach(id);
         self.stop_capture(id);
     }
@@ -464,10 +468,13 @@ impl Supervisor {
             let mut inner = group.lock();
             let mut changed = Vec::new();
             for (name, m) in &mut inner.members {
-                let taken = m.taken.take_if(|t| t.by == id);
-                temporary.extend(taken.filter(|t| t.temporary).map(|_| name.clone()));
-                let had = m.containers.remove(&id).is_some() | m.attached.take_if(|a| a.0 == id).is_some();
-                changed.extend((had || taken.is_some()).then(|| name.clone()));
+                // One that is to be removed stays taken, so that nobody gets it meanwhile.
+                let is_temporary = m.taken.is_some_and(|t| t.by == id && t.temporary);
+                temporary.extend(is_temporary.then(|| name.clone()));
+                let had = m.containers.remove(&id).is_some()
+                    | m.attached.take_if(|a| a.0 == id).is_some()
+                    | m.taken.take_if(|t| t.by == id && !t.temporary).is_some();
+                changed.extend(had.then(|| name.clone()));
             }
             let _ = group.call(&mut inner, &Call::Detach { id }, &[]);
             changed.iter().for_each(|name| self.keep_vrnic(&group, &inner, name));
