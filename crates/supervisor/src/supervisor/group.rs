@@ -636,9 +636,9 @@ impl Group {
     /// The administration connections of which the former supervisor had an interface or a taken vRNIC when it died,
     /// but not yet the first process of their container. They are gone, and no event would report their end.
     pub fn orphans(&self, inner: &Inner) -> BTreeSet<u64> {
-        let of = |m: &Member| [m.attached.as_ref().map(|a| a.0), m.taken.map(|t| t.by)].into_iter().flatten().collect();
         let has_container = |id: &u64| inner.members.values().any(|m| m.containers.contains_key(id));
-        inner.members.values().flat_map(|m| -> Vec<u64> { of(m) }).filter(|id| !has_container(id)).collect()
+        let of = |m: &Member| m.attached.as_ref().map(|a| a.0).into_iter().chain(m.taken.map(|t| t.by));
+        inner.members.values().flat_map(of).filter(|id| !has_container(id)).collect()
     }
 
     /// Kills its worker at once, without waiting for a thread that holds the group's lock.
