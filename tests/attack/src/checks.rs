@@ -64,7 +64,8 @@ pub fn vxlan_injection() -> Result<()> {
     let text = attacked(&two, &forge, RANDOM_PORT)?;
     require(text.contains("nothing"), text)?;
     let o = two.labs[1].unirdma(&["status"]);
-    require(o.text.contains("dropped 5 not from a peer's port") && o.text.contains("firewall: none"), o.text)?;
+    let text = o.unwrapped();
+    require(text.contains("dropped 5 not from a peer's port") && text.contains("firewall: none"), text)?;
     // The attack that remains without the firewall: a socket may send from an address that it is not bound to.
     let text = attacked(&two, &forge, OWN_PORT)?;
     require(text.contains("arrived"), format!("docs/security.md says that this arrives: {text}"))

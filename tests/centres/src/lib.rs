@@ -346,7 +346,8 @@ fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
         std::fs::copy(entry.path(), copy.join(entry.file_name())).map_err(|e| e.to_string())?;
     }
     let other = c.host("127.0.16.2", &copy, &c.urls[1], None)?;
-    let told = || other.unirdma(&["status"]).text.contains("another host is connected with the certificate of host h1");
+    let why = "another host is connected with the certificate of host h1";
+    let told = || other.unirdma(&["status"]).unwrapped().contains(why);
     wait_until(told, "a second host with the certificate of the first one is not refused")?;
     require(c.host_is_connected(), "the first host is connected no more")
 }

@@ -35,6 +35,11 @@ impl Output {
     pub fn ok(&self) -> bool {
         self.code == Some(0)
     }
+
+    /// The text with one space for each line break and indentation, to look for sentences in wrapped lines.
+    pub fn unwrapped(&self) -> String {
+        self.text.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
 }
 
 /// A running program.
