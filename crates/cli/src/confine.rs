@@ -1,5 +1,6 @@
 //! Restrictions on a command in a container that namespaces do not impose: it cannot gain privileges by a setuid
-//! program, type into the terminal that it was started from, or use keys and descriptors of its starter.
+//! program, type into the terminal that it was started from, use keys and descriptors of its starter, or ask the kernel
+//! for the host's RDMA devices.
 
 use std::io;
 
@@ -12,6 +13,8 @@ const NATIVE: u32 = 0xc000_00b7;
 const NATIVE: u32 = 0xc000_003e;
 /// Number of ioctl(2) for 32-bit programs, of x86 and of ARM.
 const COMPAT_IOCTL: u32 = 54;
+/// The same for socket(2). socketcall(2) of old x86 programs cannot be told apart by its arguments.
+const COMPAT_SOCKET: u32 = if cfg!(target_arch = "aarch64") { 281 } else { 359 };
 /// From here on x86-64 has system calls of x32 programs, whose ioctl(2) has another number; such programs do not run.
 const X32: u32 = 0x4000_0000;
 
@@ -19,35 +22,44 @@ const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
 const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
 const AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-/// Places in `struct seccomp_data`: the call's number, its architecture, the lower half of its second argument.
+/// Places in `struct seccomp_data`: the call's number, its architecture, the lower halves of its first arguments.
 const NUMBER: u32 = 0;
 const ARCHITECTURE: u32 = 4;
-const REQUEST: u32 = 24;
+const ARGUMENTS: [u32; 3] = [16, 24, 32];
 
-/// The filter: these ioctls fail with EPERM, everything else is allowed.
-fn filter() -> [libc::sock_filter; 13] {
+/// The filter: these ioctls fail with EPERM, sockets of RDMA netlink with EPROTONOSUPPORT, as without RDMA in the
+/// kernel. Everything else is allowed.
+fn filter() -> [libc::sock_filter; 20] {
     let op = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
     let errno = |e: i32| libc::SECCOMP_RET_ERRNO | e as u32;
     [
         op(LOAD, ARCHITECTURE, 0, 0),
-        op(EQUAL, NATIVE, 0, 3),
+        op(EQUAL, NATIVE, 0, 4),
         op(LOAD, NUMBER, 0, 0),
-        op(AT_LEAST, X32, 7, 0),
-        op(EQUAL, libc::SYS_ioctl as u32, 2, 5),
+        op(AT_LEAST, X32, 13, 0),
+        op(EQUAL, libc::SYS_ioctl as u32, 4, 0),
+        op(EQUAL, libc::SYS_socket as u32, 6, 10),
         // A call of another architecture.
         op(LOAD, NUMBER, 0, 0),
-        op(EQUAL, COMPAT_IOCTL, 0, 3),
+        op(EQUAL, COMPAT_IOCTL, 1, 0),
+        op(EQUAL, COMPAT_SOCKET, 3, 7),
         // Any ioctl.
-        op(LOAD, REQUEST, 0, 0),
-        op(EQUAL, TYPING[0], 3, 0),
-        op(EQUAL, TYPING[1], 2, 0),
+        op(LOAD, ARGUMENTS[1], 0, 0),
+        op(EQUAL, TYPING[0], 7, 0),
+        op(EQUAL, TYPING[1], 6, 4),
+        // Any socket.
+        op(LOAD, ARGUMENTS[0], 0, 0),
+        op(EQUAL, libc::AF_NETLINK as u32, 0, 2),
+        op(LOAD, ARGUMENTS[2], 0, 0),
+        op(EQUAL, libc::NETLINK_RDMA as u32, 3, 0),
         op(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0),
         op(RETURN, errno(libc::ENOSYS), 0, 0),
         op(RETURN, errno(libc::EPERM), 0, 0),
+        op(RETURN, errno(libc::EPROTONOSUPPORT), 0, 0),
     ]
 }
 
-fn refuse_typing() -> io::Result<()> {
+fn install_filter() -> io::Result<()> {
     let filter = filter();
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
     // Without this flag some kernels make every load wait for the stores before it, in all that the command runs.
@@ -64,7 +76,7 @@ fn refuse_typing() -> io::Result<()> {
 /// The kernel refuses `no_new_privs` or the filter.
 pub(crate) fn confine() -> io::Result<()> {
     rustix::thread::set_no_new_privs(true)?;
-    refuse_typing()?;
+    install_filter()?;
     const JOIN_SESSION_KEYRING: i32 = 1;
     // SAFETY: takes a name or null. Kernels without keys have none to take away.
     unsafe { libc::syscall(libc::SYS_keyctl, JOIN_SESSION_KEYRING, std::ptr::null::<libc::c_char>()) };
@@ -99,21 +111,24 @@ pub(crate) fn check_standard_descriptors() -> io::Result<()> {
 mod tests {
     use super::*;
 
+    const I386: u32 = 0x4000_0003;
+    const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
+
+    fn errno(e: i32) -> u32 {
+        libc::SECCOMP_RET_ERRNO | e as u32
+    }
+
     /// Runs the filter as the kernel does.
-    fn answer(arch: u32, number: u32, request: u32) -> u32 {
+    fn answer(arch: u32, number: u32, arguments: [u32; 3]) -> u32 {
         let (program, mut at, mut a) = (filter(), 0, 0);
         loop {
             let op = program[at];
             at += 1;
             let jump = |taken: bool| usize::from(if taken { op.jt } else { op.jf });
             match op.code {
-                LOAD => {
-                    a = [(NUMBER, number), (ARCHITECTURE, arch), (REQUEST, request)]
-                        .iter()
-                        .find(|f| f.0 == op.k)
-                        .unwrap()
-                        .1
-                }
+                LOAD if op.k == NUMBER => a = number,
+                LOAD if op.k == ARCHITECTURE => a = arch,
+                LOAD => a = arguments[ARGUMENTS.iter().position(|&at| at == op.k).unwrap()],
                 EQUAL => at += jump(a == op.k),
                 AT_LEAST => at += jump(a >= op.k),
                 _ => return op.k,
@@ -123,15 +138,28 @@ mod tests {
 
     #[test]
     fn nobody_types_into_a_terminal() {
-        const I386: u32 = 0x4000_0003;
-        let (allow, refuse) = (libc::SECCOMP_RET_ALLOW, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
         let ioctl = libc::SYS_ioctl as u32;
-        for typing in TYPING {
-            assert_eq!((answer(NATIVE, ioctl, typing), answer(I386, COMPAT_IOCTL, typing)), (refuse, refuse));
+        for typing in TYPING.map(|t| [0, t, 0]) {
+            let both = (answer(NATIVE, ioctl, typing), answer(I386, COMPAT_IOCTL, typing));
+            assert_eq!(both, (errno(libc::EPERM), errno(libc::EPERM)));
         }
-        let size = libc::TIOCGWINSZ as u32;
-        assert_eq!((answer(NATIVE, ioctl, size), answer(I386, COMPAT_IOCTL, size)), (allow, allow));
-        assert_eq!((answer(NATIVE, 1, TYPING[0]), answer(I386, 1, TYPING[0])), (allow, allow));
-        assert_eq!(answer(NATIVE, X32 + 514, TYPING[0]), libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32);
+        let size = [0, libc::TIOCGWINSZ as u32, 0];
+        assert_eq!((answer(NATIVE, ioctl, size), answer(I386, COMPAT_IOCTL, size)), (ALLOW, ALLOW));
+        let other = [0, TYPING[0], 0];
+        assert_eq!((answer(NATIVE, 1, other), answer(I386, 1, other)), (ALLOW, ALLOW));
+        assert_eq!(answer(NATIVE, X32 + 514, other), errno(libc::ENOSYS));
+    }
+
+    #[test]
+    fn nobody_asks_the_kernel_for_rdma_devices() {
+        let socket = libc::SYS_socket as u32;
+        let (netlink, unix) = (libc::AF_NETLINK as u32, libc::AF_UNIX as u32);
+        let rdma = [netlink, 3, libc::NETLINK_RDMA as u32];
+        let both = (answer(NATIVE, socket, rdma), answer(I386, COMPAT_SOCKET, rdma));
+        assert_eq!(both, (errno(libc::EPROTONOSUPPORT), errno(libc::EPROTONOSUPPORT)));
+        for other in [[netlink, 3, libc::NETLINK_ROUTE as u32], [unix, 3, libc::NETLINK_RDMA as u32]] {
+            assert_eq!((answer(NATIVE, socket, other), answer(I386, COMPAT_SOCKET, other)), (ALLOW, ALLOW));
+        }
+        assert_eq!(answer(NATIVE, 1, rdma), ALLOW);
     }
 }

@@ -65,6 +65,9 @@ pub(crate) struct RunArgs {
     /// How the home directory shows
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Show::Ro)]
     home: Show,
+    /// Do not preload our library into every program. Programs that bring a libibverbs of their own then find no device
+    #[arg(long)]
+    no_preload: bool,
     /// Print on standard error which user the inside user is outside, and what rights it has in the directories that it
     /// is given
     #[arg(long)]
@@ -139,6 +142,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
                 homes: &homes,
                 working: working.as_ref(),
                 binds: &args.bind,
+                preload: !args.no_preload,
                 explain: args.explain,
                 command: &args.command,
             };

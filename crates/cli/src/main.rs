@@ -20,6 +20,7 @@ mod fleet;
 mod home;
 mod host;
 mod idmap;
+mod loader;
 mod masked;
 mod mounts;
 mod net;

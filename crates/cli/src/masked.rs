@@ -27,7 +27,7 @@ fn unescape(text: &str) -> PathBuf {
 }
 
 /// For each mount, the directory of its file system that it shows, and its mount point.
-fn mounts(mountinfo: &str) -> impl Iterator<Item = (PathBuf, PathBuf)> + '_ {
+pub(crate) fn mounts(mountinfo: &str) -> impl Iterator<Item = (PathBuf, PathBuf)> + '_ {
     mountinfo.lines().filter_map(|l| {
         let mut words = l.split(' ').skip(3);
         Some((unescape(words.next()?), unescape(words.next()?)))

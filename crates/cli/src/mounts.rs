@@ -24,12 +24,15 @@ use crate::bind::Bind;
 use crate::errors::context;
 use crate::home::{self, Home, Show};
 use crate::idmap::Ids;
+use crate::loader;
 use crate::masked::Hidden;
 use crate::workdir::Working;
 
 /// Directories in which programs find their vRNIC's socket, and our libraries.
 pub(crate) const VRNIC: &str = "/run/unirdma";
 pub(crate) const LIBRARIES: &str = "/run/unirdma-lib";
+/// Directory of what our libraries cover: the real ones, which programs on a VF use.
+const REAL: &str = "/run/unirdma-lib/real";
 
 /// Entries of the host's root directory that the container has its own of, or none.
 const OWN: [&str; 5] = ["proc", "dev", "tmp", "run", "lost+found"];
@@ -341,6 +344,8 @@ struct Copies<'a> {
     binds: Vec<(Tree, &'a Bind)>,
     vrnic: Tree,
     libraries: Vec<(Tree, PathBuf)>,
+    /// The libraries that ours cover.
+    covered: Vec<(Tree, PathBuf)>,
     /// The file by which names are resolved, which often lies in /run.
     resolver: Option<(Tree, PathBuf)>,
     devices: Vec<(Tree, PathBuf)>,
@@ -377,6 +382,17 @@ impl<'a> Copies<'a> {
                 libraries.push((given(file, true)?.0, Path::new(LIBRARIES).join(entry.file_name())));
             }
         }
+        let mut covered = Vec::new();
+        for name in loader::NAMES {
+            let real = loader::resolved(name);
+            if let Some(first) = real.first() {
+                covered.push((given(first.clone(), true)?.0, Path::new(REAL).join(name)));
+            }
+            let ours = fs::canonicalize(plan.libraries.join(name))?;
+            for at in real.into_iter().filter(|at| *at != ours) {
+                covered.push((given(ours.clone(), true)?.0, at));
+            }
+        }
         let resolver = fs::canonicalize("/etc/resolv.conf").ok().filter(|p| p.starts_with("/run"));
         let mut devices = Vec::new();
         for name in DEVICES.iter().chain(&OPEN_DEVICES) {
@@ -395,6 +411,7 @@ impl<'a> Copies<'a> {
             binds,
             vrnic: Tree::copy(plan.vrnic)?.harmless(true, false)?,
             libraries,
+            covered,
             resolver: resolver.map(|p| Ok::<_, io::Error>((Tree::copy(&p)?.harmless(true, false)?, p))).transpose()?,
             devices,
             terminal: terminal(),
@@ -465,7 +482,7 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
         covers.give(&bind.source, &bind.target)?;
     }
     root.put(&copies.vrnic, Path::new(VRNIC))?;
-    for (tree, path) in &copies.libraries {
+    for (tree, path) in copies.libraries.iter().chain(&copies.covered) {
         root.put(tree, path)?;
     }
     hide(&hidden, &root, proc, &dir)?;

@@ -26,7 +26,7 @@ use crate::home::{Home, Show};
 use crate::idmap::Ids;
 use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC};
 use crate::workdir::Working;
-use crate::{confine, process};
+use crate::{confine, loader, process};
 
 /// Parameters of a container.
 pub(crate) struct Sandbox<'a> {
@@ -38,6 +38,8 @@ pub(crate) struct Sandbox<'a> {
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
     pub binds: &'a [Bind],
+    /// Every program preloads our library.
+    pub preload: bool,
     /// Print the ids and rights that the container has.
     pub explain: bool,
     pub command: &'a [OsString],
@@ -112,6 +114,14 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     if let Err(e) = crate::devices::set_up(sandbox.dir, sandbox.info, sandbox.own_net) {
         eprintln!("unirdma: programs that look for devices in /sys will find none: {}", errors::plain(&e.to_string()));
     }
+    let homes = sandbox.homes.iter().map(|h| &*h.path);
+    let libraries = (sandbox.libraries, Path::new(LIBRARIES));
+    if sandbox.preload
+        && let Err(e) = loader::set_up(sandbox.dir, libraries, homes.chain([sandbox.dir]))
+    {
+        let why = errors::plain(&e.to_string());
+        eprintln!("unirdma: programs that bring a libibverbs of their own will find no device: {why}");
+    }
     let flags =
         MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let proc = mounts::mount_new("proc", &[], flags).map_err(|e| {
@@ -176,6 +186,9 @@ pub(crate) fn go_to(working: Option<PathBuf>) -> Option<PathBuf> {
 
 /// Executes the command with our libraries first. `lost`: the working directory, if the container does not have it.
 pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
+    if let Some(why) = loader::unserved(&command[0]) {
+        eprintln!("unirdma: {} will not find the vRNIC: it {why}", command[0].display());
+    }
     let mut path = OsString::from(LIBRARIES);
     if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|v| !v.is_empty()) {
         path.push(":");

@@ -5,7 +5,7 @@
 //! the C objects true, and reports errors as each man page says. It must never unwind, abort, or connect before it is
 //! asked for devices.
 //!
-//! Symbols get their versions in `build.rs`; `x_NAME` is the implementation of `NAME`.
+//! Symbols get their versions in `build/main.rs`; `x_NAME` is the implementation of `NAME`.
 #![allow(clippy::missing_safety_doc, missing_docs, non_snake_case)]
 
 mod ah;
@@ -20,6 +20,7 @@ mod hosted;
 mod mcast;
 mod mr;
 mod mw;
+mod netlink;
 mod qp;
 mod rdmacm;
 mod rsocket;
@@ -44,6 +45,7 @@ mod api {
     };
     pub use crate::mcast::*;
     pub use crate::mr::*;
+    pub use crate::netlink::*;
     pub use crate::qp::*;
     pub use crate::rdmacm::*;
     pub use crate::rsocket::*;

@@ -20,6 +20,7 @@ mod fleet;
 mod guest;
 mod isolation;
 mod kernel;
+mod loader;
 mod losses;
 mod memory;
 mod network;
@@ -75,6 +76,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("changes", changes::tests),
     ("watching", watching::tests),
     ("unnamed", unnamed::tests),
+    ("loader", loader::tests),
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
     ("podman", podman::tests),

@@ -308,6 +308,8 @@ fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
     for name in ["libibverbs.so.1", "librdmacm.so.1"] {
         std::fs::copy(exe.with_file_name("libibverbs.so"), bin.join("dropin").join(name))?;
     }
+    let preload = "dropin/libunirdma-preload.so";
+    std::fs::copy(exe.with_file_name(preload), bin.join(preload))?;
     std::fs::copy(exe, bin.join("unirdma"))?;
     Ok(bin.join("unirdma"))
 }

@@ -77,9 +77,12 @@ pub const SANDBOX: Needed = &[("/usr/bin/gdb", "gdb"), ("/usr/bin/pgrep", "procp
 /// Containers of podman.
 pub const PODMAN: Needed = &[("/usr/bin/podman", "podman"), ("/usr/sbin/runc", "runc")];
 
+/// Programs in containers that bring libraries of their own, and what they ask the kernel.
+pub const LOADER: Needed = &[("/usr/bin/python3", "python3-minimal"), ("/usr/bin/rdma", "iproute2")];
+
 /// All packages of the tests.
 pub const ALL: &[Needed] =
-    &[RUN, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY, PAGE];
+    &[RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY, PAGE];
 
 /// Packages for looking at the control centre's page.
 pub const PAGE: Needed = &[

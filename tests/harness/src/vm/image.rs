@@ -178,6 +178,8 @@ impl<'a> Image<'a> {
         const DIR: &str = "usr/lib/unirdma";
         let built = crate::unirdma().with_file_name("libibverbs.so");
         self.file(&built, &format!("{DIR}/libibverbs.so.1"))?;
+        let preload = "libunirdma-preload.so";
+        self.file(&crate::unirdma().with_file_name("dropin").join(preload), &format!("{DIR}/{preload}"))?;
         let link = self.root.join(DIR).join("librdmacm.so.1");
         std::os::unix::fs::symlink("libibverbs.so.1", link).map_err(failed("librdmacm.so.1"))
     }

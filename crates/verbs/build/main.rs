@@ -9,6 +9,8 @@
 //! slots; `data/dispatch.tsv` says by which argument a function finds the context. Private symbols, which only
 //! providers call, go there as soon as there is a real library.
 //!
+//! `preload.rs` builds the library that leads programs here which have a libibverbs of their own.
+//!
 //! The version script only declares the nodes; the exported symbols come from the assembly. Also sets the
 //! soname, and links `libibverbs.so.1` and `librdmacm.so.1` into `target/<profile>/dropin`, a directory for
 //! LD_LIBRARY_PATH.
@@ -17,6 +19,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
+
+mod preload;
 
 /// The one exported variable: a byte that provider libraries read.
 const DATA_SYMBOL: &str = "verbs_allow_disassociate_destroy";
@@ -85,6 +89,9 @@ fn dispatch(arm: bool, kind: Kind, slot: usize, ours: &str, missing: &str) -> St
     format!("{find}{ours}6: mov r11, [rip + {{slots}} + {at}]\ntest r11, r11\njz 7f\njmp r11\n7: {missing}")
 }
 
+/// A symbol for the preloaded library.
+const OWN: &str = "UNIRDMA_1.0\tunirdma_answer_netlink\tdefault\n";
+
 /// The lists of symbols.
 const TABLES: [&str; 2] = ["data/ibverbs.tsv", "data/rdmacm.tsv"];
 
@@ -129,7 +136,7 @@ fn main() {
     let jump = if arm { "b" } else { "jmp" };
     let mut have = BTreeSet::new();
     implemented(Path::new("src"), &mut have);
-    let table = TABLES.map(|t| fs::read_to_string(t).expect(t)).concat();
+    let table = TABLES.map(|t| fs::read_to_string(t).expect(t)).concat() + OWN;
     let mut asm = String::from("core::arch::global_asm!(\n");
     let mut used = BTreeSet::new();
     let kinds = kinds();
@@ -205,10 +212,12 @@ fn main() {
     }
     asm += "];\n";
     fs::write(out.join("exports.rs"), asm).expect("exports.rs");
-    link(&out, &nodes);
+    let dropin = link(&out, &nodes);
+    preload::build(&table, arm, &out, &dropin);
 }
 
-fn link(out: &Path, nodes: &[&str]) {
+/// Declares symbol versions.
+fn version_script(nodes: &[&str]) -> String {
     let mut map = String::new();
     let library = |v: &str| v.split('_').next().unwrap_or_default().to_string();
     let mut previous = "";
@@ -221,8 +230,13 @@ fn link(out: &Path, nodes: &[&str]) {
             previous = v;
         }
     }
+    map
+}
+
+/// Tells the linker what it needs to know. Returns the directory with the links.
+fn link(out: &Path, nodes: &[&str]) -> PathBuf {
     let script = out.join("nodes.map");
-    fs::write(&script, map).expect("nodes.map");
+    fs::write(&script, version_script(nodes)).expect("nodes.map");
     println!("cargo::rustc-cdylib-link-arg=-Wl,--version-script={}", script.display());
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libibverbs.so.1");
     // Memory may be moved, and fork handlers are installed, so dlclose(3) must not unload the library.
@@ -235,4 +249,5 @@ fn link(out: &Path, nodes: &[&str]) {
         let _ = fs::remove_file(&path);
         std::os::unix::fs::symlink("../libibverbs.so", &path).expect("symlink");
     }
+    dir
 }
