@@ -20,7 +20,7 @@ pub(crate) const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 /// The file in `/etc` that names libraries to preload.
 const NAME_FILE: &str = "ld.so.preload";
 /// The library to preload, beside the others.
-const PRELOAD: &str = "libunirdma-preload.so";
+pub(crate) const PRELOAD: &str = "libunirdma-preload.so";
 
 /// Directories in which loaders look without being told, on Debian and on Fedora.
 #[cfg(target_arch = "aarch64")]

@@ -10,6 +10,7 @@
 
 mod bind;
 mod capture;
+mod check;
 mod confine;
 mod container;
 mod devices;
@@ -67,6 +68,7 @@ const EXAMPLES: &str = "Examples:
   unirdma run --vrnic b -- ib_write_bw 10.0.0.1   and its peer
   unirdma exec --vrnic a -- bash                  a second command in the container of a
   unirdma vm run --vrnic b --image disk.qcow2     a virtual machine that has it
+  unirdma check                                   whether programs use RDMA, or fell back to TCP
   unirdma vrnic show a --json                     what it did
   unirdma top                                     what all of them do at this moment";
 
@@ -115,6 +117,10 @@ enum Command {
     /// Run another command in a vRNIC's container
     #[command(after_help = exec::EXAMPLES)]
     Exec(exec::ExecArgs),
+    /// Say whether programs use RDMA: which libibverbs each process has, what went by RDMA and by eth0, how memory is
+    /// reached
+    #[command(after_help = check::EXAMPLES)]
+    Check(check::CheckArgs),
     /// Start a virtual machine that has a vRNIC
     Vm {
         #[command(subcommand)]
@@ -539,6 +545,7 @@ fn command(cli: Cli) -> io::Result<u8> {
         Command::Keeper => host::keeper().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
         Command::Exec(args) => exec::exec(&dir, &args),
+        Command::Check(args) => check::check(&dir, &args),
         Command::Vm { command } => vm_run::vm(&dir, command),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),

@@ -105,7 +105,7 @@ pub(crate) fn tests(t: &mut Tests) {
             let reuse = inside(&[], &format!("python3 -c \"{REUSE}\""));
             require(reuse.text == "True\nb'123' b'4'\n", reuse.text)?;
             let bare = inside(&["--no-preload"], "rdma dev");
-            require(!bare.ok() && bare.text.contains("Protocol not supported"), bare.text)
+            require(!bare.ok() && bare.text.contains("Failed to open NETLINK_RDMA socket"), bare.text)
         });
     }
     t.test("loader: a program that has nothing to do with RDMA does not notice", || {
@@ -121,6 +121,62 @@ pub(crate) fn tests(t: &mut Tests) {
         require(with.0 && with == without, format!("{with:?}\n{without:?}"))?;
         let o = run(&lab, &lab.dir, &[], "grep -c -e libibverbs -e libgcc /proc/self/maps");
         require(o.text == "0\n", format!("it has loaded more than the one library: {}", o.text))
+    });
+    t.test("loader: a program that looks for a device where there is none is told why", || {
+        let lab = Lab::start(Some(own_user()))?;
+        lab.vrnic("a", &[])?;
+        let looks = |options: &[&str], setting: &str| run(&lab, &lab.dir, options, &format!("{setting} ibv_devices"));
+        let nowhere = looks(&[], "UNIRDMA_DIR=/run/nowhere").text;
+        let line = "unirdma: no RDMA device: cannot connect to /run/nowhere/vhost.sock: No such file or directory; \
+            UNIRDMA_DIR must name a vRNIC's directory (unirdma vrnic show), and its virtual layer must run\n";
+        require(nowhere.contains(line), nowhere)?;
+        let closed = looks(&[], "mkdir -m 0 /tmp/closed; UNIRDMA_DIR=/tmp/closed").text;
+        require(closed.contains("/tmp/closed/vhost.sock: Permission denied; this user may not open it\n"), closed)?;
+        let found = looks(&[], "").text;
+        require(found.contains("unirdma0") && !found.contains("unirdma: "), found)?;
+        // Like a machine without RDMA, if nothing says that there should be a device.
+        let library = lab.exe().with_file_name("dropin");
+        let mut plain = Command::new("ibv_devices");
+        let plain = Output::of(plain.env("LD_LIBRARY_PATH", library).env_remove("UNIRDMA_DIR"));
+        require(!plain.text.contains("unirdma: ") || Path::new("/run/unirdma/vhost.sock").exists(), plain.text)
+    });
+    t.test("check: a program with a libibverbs of its own is served with the preload, and not without", || {
+        let lab = Lab::start(Some(own_user()))?;
+        lab.vrnic("a", &[])?;
+        let dir = programs(&lab)?;
+        let none = lab.unirdma(&["check"]);
+        refused(&none, "no vRNIC has a container; start one with `unirdma run -- CMD`")?;
+        let script = "import ctypes, time; n = ctypes.CDLL('./native.so').devices(); print(n, 'devices', flush=True); \
+            time.sleep(60)";
+        let command = format!("cd {} && exec python3 -c \"{script}\"", dir.display());
+        let bind = format!("{}:ro", dir.display());
+        for (options, code, says) in [
+            (&[][..], 0, "uniRDMA's; calls of "),
+            (&["--no-preload"], 3, "which finds no vRNIC: preload libunirdma-preload.so"),
+        ] {
+            let all = [&["run", "--vrnic", "a", "--bind", &bind], options, &["--", "sh", "-c", &command]].concat();
+            let mut program = lab.start_unirdma(&all)?;
+            wait_for(&program, "devices")?;
+            for args in [&["check"][..], &["check", "--vrnic", "a"]] {
+                let o = lab.unirdma(args);
+                let words = ["python3", "by RDMA", "by eth0", "libibverbs-1a2b3c4d.so.1", says];
+                require(o.code == Some(code) && words.iter().all(|w| o.text.contains(w)), o.text)?;
+            }
+            let json: serde_json::Value =
+                serde_json::from_str(&lab.unirdma(&["check", "--json"]).text).map_err(|e| e.to_string())?;
+            let process = &json[0]["processes"][0];
+            require(json[0]["vrnic"] == "a" && process["served"] == (code == 0), format!("{json}"))?;
+            let pid = process["pid"].to_string();
+            let one = lab.unirdma(&["check", &pid]);
+            require(one.code == Some(code) && one.text.contains(says) && one.text.contains("vRNIC"), one.text)?;
+            let inside = lab.unirdma(&["exec", "--vrnic", "a", "--", &lab.exe().display().to_string(), "check"]);
+            require(inside.code == Some(code) && inside.text.contains(says), inside.text)?;
+            program.kill();
+            program.finish();
+        }
+        refused(&lab.unirdma(&["check", "2147483647"]), "there is no process 2147483647")?;
+        refused(&lab.unirdma(&["check", "--vrnic", "a"]), "vRNIC a has no container")?;
+        refused(&lab.unirdma(&["check", "1"]), "process 1 is not this user's")
     });
     t.test("loader: a program that cannot be served says so", || {
         let lab = Lab::start(Some(own_user()))?;
