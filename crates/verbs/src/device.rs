@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
@@ -29,7 +30,10 @@ struct DeviceObj {
 
 /// The target of `ops` of our devices. Nobody reads it.
 static DEVICE_OPS: usize = 0;
+/// The name of a device that has none in `/sys`.
 const NAME: &str = "unirdma0";
+/// Longest name of a device, bytes (`IBV_SYSFS_NAME_MAX` with its zero).
+const MAX_NAME: usize = 63;
 
 /// An open device. The C structure lies inside, at its end, where inline code expects it.
 pub(crate) struct ContextObj {
@@ -98,16 +102,29 @@ pub(crate) unsafe fn hosted_behind(c: *mut ibv_context) -> Result<Option<Arc<Hos
     unsafe { if hosted::is_ours(c) { Ok(None) } else { hosted::of(c).map(Some).ok_or(libc::EINVAL) } }
 }
 
+/// The name under which `/sys` shows the device with this GUID, as `unirdma run --device-name` has chosen it.
+pub(crate) fn name_of(guid: u64) -> String {
+    let [a, b, c, d] = [48, 32, 16, 0].map(|bits| guid >> bits & 0xffff);
+    let guid = format!("{a:04x}:{b:04x}:{c:04x}:{d:04x}");
+    let has = |name: &String| {
+        let file = format!("/sys/class/infiniband/{name}/node_guid");
+        name.len() <= MAX_NAME && std::fs::read_to_string(file).is_ok_and(|text| text.trim() == guid)
+    };
+    let entries = std::fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+    entries.filter_map(|e| e.file_name().into_string().ok()).find(has).unwrap_or_else(|| NAME.into())
+}
+
 fn new_device(guid: u64) -> Box<DeviceObj> {
+    let name = name_of(guid);
     // SAFETY: all fields are integers, arrays or pointers, for which zero is valid.
     let mut d: Box<DeviceObj> = Box::new(unsafe { std::mem::zeroed() });
     let put = |dst: &mut [u8], s: &str| dst[..s.len()].copy_from_slice(s.as_bytes());
     let dev = &mut d.c.device;
     (dev.node_type, dev.transport_type) = (1, 0);
-    put(&mut dev.name, NAME);
+    put(&mut dev.name, &name);
     put(&mut dev.dev_name, "uverbs0");
     put(&mut dev.dev_path, "/sys/class/infiniband_verbs/uverbs0");
-    put(&mut dev.ibdev_path, &format!("/sys/class/infiniband/{NAME}"));
+    put(&mut dev.ibdev_path, &format!("/sys/class/infiniband/{name}"));
     d.c.ops = std::ptr::from_ref(&DEVICE_OPS).cast();
     d.c.refcount = 1;
     d.guid = guid;
@@ -120,9 +137,13 @@ pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_d
         return null(e);
     }
     let mut list: Vec<*mut ibv_device> = Vec::new();
-    match driver::device_config(&driver::socket_path()) {
+    let path = driver::socket_path();
+    match driver::device_config(&path) {
         Ok(c) => list.push(Box::into_raw(new_device(c.node_guid)).cast()),
-        Err(e) => trace!("no vRNIC at {}: errno {e}", driver::socket_path().display()),
+        Err(e) => {
+            trace!("no vRNIC at {}: errno {e}", path.display());
+            say_once_why(&path, e);
+        }
     }
     if !num.is_null() {
         // SAFETY: the caller passes a valid pointer or NULL.
@@ -131,6 +152,25 @@ pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_d
     trace!("ibv_get_device_list() = {}", list.len());
     list.push(std::ptr::null_mut());
     Box::into_raw(list.into_boxed_slice()).cast()
+}
+
+/// Says why there is no device, if the program was told where to look, or if there is a socket. Otherwise it is like a
+/// machine without RDMA.
+fn say_once_why(path: &Path, e: i32) {
+    static SAID: Once = Once::new();
+    if std::env::var_os("UNIRDMA_DIR").is_none() && !path.exists() {
+        return;
+    }
+    let remedy = match e {
+        libc::ENOENT => {
+            "UNIRDMA_DIR must name a vRNIC's directory (unirdma vrnic show), and its virtual layer must run"
+        }
+        libc::ECONNREFUSED => "no virtual layer serves it (unirdma host)",
+        libc::EACCES | libc::EPERM => "this user may not open it",
+        _ => "is it a vRNIC's?",
+    };
+    let (at, why) = (path.display(), crate::words(e));
+    SAID.call_once(|| crate::say(&format!("no RDMA device: cannot connect to {at}: {why}; {remedy}")));
 }
 
 pub unsafe extern "C" fn x_ibv_free_device_list(list: *mut *mut ibv_device) {
@@ -184,7 +224,7 @@ pub unsafe extern "C" fn x_ibv_open_device(_d: *mut ibv_device) -> *mut ibv_cont
     };
     let mut lease = None;
     if driver.device.way == abi::WAY_VF {
-        match hosted::open(&driver, NAME) {
+        match hosted::open(&driver) {
             Ok(Opened::Hosted(c)) => return c,
             Ok(Opened::Soft(soft)) => lease = Some(soft),
             Err(e) => return null(e),

@@ -110,6 +110,17 @@ fn done(r: Result<(), i32>) -> i32 {
     }
 }
 
+/// The words for an errno value.
+fn words(e: i32) -> String {
+    let text = std::io::Error::from_raw_os_error(e).to_string();
+    text.split(" (os error").next().unwrap_or_default().into()
+}
+
+/// Tells the people who use the program.
+fn say(line: &str) {
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("unirdma: {line}\n"));
+}
+
 fn lock<T>(m: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

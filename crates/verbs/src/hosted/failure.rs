@@ -72,7 +72,7 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let os = |e: &i32| std::io::Error::from_raw_os_error(*e);
+        let os = |e: &i32| crate::words(*e);
         match self {
             Failure::Ask(path, e) => write!(f, "cannot ask for a VF at {}: {}", path.display(), os(e)),
             Failure::Answer(path, e) => write!(f, "got no answer about a VF from {}: {}", path.display(), os(e)),

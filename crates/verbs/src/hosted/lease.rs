@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
-use std::io::{self, Write as _};
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -130,7 +130,7 @@ fn wait(path: &Path, socket: RawFd) -> Result<(Box<Told>, Option<OwnedFd>), Fail
                 trace!("no VF is free: waits at place {}", told.place);
                 if !has_told {
                     has_told = true;
-                    say(&format!("no VF is free: this program waits for one, at place {}", told.place));
+                    crate::say(&format!("no VF is free: this program waits for one, at place {}", told.place));
                 }
             }
             HAS | SOFT | REFUSED => return Ok((told, fd)),
@@ -138,11 +138,6 @@ fn wait(path: &Path, socket: RawFd) -> Result<(Box<Told>, Option<OwnedFd>), Fail
             _ => {}
         }
     }
-}
-
-/// Tells the people who use the program.
-pub(super) fn say(line: &str) {
-    let _ = writeln!(std::io::stderr(), "unirdma: {line}");
 }
 
 fn keep(socket: OwnedFd) -> Result<Lease, Failure> {

@@ -122,9 +122,9 @@ pub(crate) enum Opened {
 ///
 /// # Errors
 /// The errno for the program. What is wrong has been told on standard error.
-pub(crate) fn open(driver: &Arc<driver::Context>, name: &'static str) -> Result<Opened, i32> {
+pub(crate) fn open(driver: &Arc<driver::Context>) -> Result<Opened, i32> {
     let told = |why: Failure| {
-        lease::say(&why.to_string());
+        crate::say(&why.to_string());
         trace!("ibv_open_device() = errno {}", why.errno());
         why.errno()
     };
@@ -138,7 +138,7 @@ pub(crate) fn open(driver: &Arc<driver::Context>, name: &'static str) -> Result<
                 sysfs: redirect::sysfs_of(socket.parent().unwrap_or(&socket)),
                 node: node.clone(),
                 device: lease::text(&grant.device),
-                virtual_name: name,
+                virtual_name: crate::device::name_of(driver.device.config.node_guid),
                 opened: fd.as_raw_fd(),
                 descriptor: Some(fd),
             };
@@ -155,7 +155,7 @@ fn host(
     present: redirect::Present,
 ) -> Result<*mut ibv_context, Failure> {
     let real = real::open()?;
-    let (device, name) = (present.device.clone(), present.virtual_name);
+    let (device, name) = (present.device.clone(), present.virtual_name.clone());
     let _opening = lock(&real::OPENING);
     let node = present.node.clone();
     *lock(&redirect::PRESENT) = Some(present);

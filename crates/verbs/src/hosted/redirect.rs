@@ -23,7 +23,7 @@ pub(super) struct Present {
     /// The name of the verbs device.
     pub device: String,
     /// The name that programs see.
-    pub virtual_name: &'static str,
+    pub virtual_name: String,
     /// Descriptor of the node, until the real library has opened it.
     pub descriptor: Option<OwnedFd>,
     /// The number that it has had since then.
@@ -486,7 +486,7 @@ mod tests {
             sysfs: sysfs_of(std::path::Path::new("/run/unirdma")),
             node: "uverbs3".into(),
             device: "mlx5_7".into(),
-            virtual_name: "unirdma0",
+            virtual_name: "unirdma0".into(),
             descriptor: None,
             opened: -1,
         }
