@@ -7,10 +7,11 @@ use std::net::Ipv6Addr;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
+use rustix::mount::{MountAttrFlags, MountFlags, MountPropagationFlags, UnmountFlags};
 use unirdma_ipc::vrnic::VrnicInfo;
 
 use crate::errors::context;
+use crate::mounts;
 
 const DEVICE: &str = "unirdma0";
 
@@ -40,6 +41,26 @@ fn groups(bytes: &[u8]) -> String {
 fn interface_of(addr: Ipv6Addr) -> Option<String> {
     addr.to_ipv4_mapped()
         .map_or_else(|| crate::net::interface_of(addr.into()), |v4| crate::net::interface_of(v4.into()))
+}
+
+/// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
+const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
+
+/// Mounts on /sys a sysfs of the network namespace that this process is in. Before it is mounted, nothing may cover any
+/// part of the /sys that is there: otherwise the kernel refuses.
+///
+/// # Errors
+/// The kernel refuses. /sys is then as it was.
+pub(crate) fn own_sysfs() -> io::Result<()> {
+    let flags = MountAttrFlags::MOUNT_ATTR_RDONLY
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let sysfs = mounts::mount_new("sysfs", &[], flags)?;
+    let carried = CARRIED.iter().filter(|dir| Path::new(dir).is_dir());
+    let carried: Vec<_> = carried.map(|dir| Ok((mounts::copy(Path::new(dir))?, *dir))).collect::<io::Result<_>>()?;
+    mounts::attach(&sysfs, Path::new("/sys"))?;
+    carried.iter().try_for_each(|(tree, dir)| mounts::attach(tree, Path::new(dir)))
 }
 
 fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> {

@@ -69,8 +69,7 @@ struct Tree {
 impl Tree {
     /// Copies the mounts at `path` and below.
     fn copy(path: &Path) -> io::Result<Tree> {
-        let mount = open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))?;
-        Ok(Tree { mount, directory: fs::metadata(path)?.is_dir(), owned: false })
+        Ok(Tree { mount: copy(path)?, directory: fs::metadata(path)?.is_dir(), owned: false })
     }
 
     /// Copies a tree that is already in the new root.
@@ -132,6 +131,17 @@ pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountA
         fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
     };
     made().map_err(context(format!("cannot mount {kind}")))
+}
+
+/// A copy of the mounts at `path` and below. It is not attached yet.
+pub(crate) fn copy(path: &Path) -> io::Result<OwnedFd> {
+    open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))
+}
+
+/// Attaches a mount at a path that this process sees.
+pub(crate) fn attach(mount: &OwnedFd, path: &Path) -> io::Result<()> {
+    move_mount(mount, "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        .map_err(context(format!("cannot mount on {}", path.display())))
 }
 
 const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
