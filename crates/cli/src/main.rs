@@ -12,7 +12,6 @@ mod bind;
 mod capture;
 mod confine;
 mod container;
-mod devices;
 mod errors;
 mod exec;
 #[cfg(feature = "fleet")]
@@ -27,6 +26,7 @@ mod print;
 mod process;
 mod sandbox;
 mod secret;
+mod sysfs;
 mod top;
 mod units;
 mod unnamed;

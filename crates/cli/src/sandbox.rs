@@ -26,6 +26,7 @@ use crate::errors::{self, context};
 use crate::home::{Home, Show};
 use crate::idmap::{Ids, Namespaces};
 use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC};
+use crate::sysfs::{self, Net};
 use crate::workdir::Working;
 use crate::{confine, process};
 
@@ -117,10 +118,8 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
         if e.kind() == io::ErrorKind::PermissionDenied { io::Error::new(e.kind(), format!("{e}: {hint}")) } else { e }
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
-    if let Some(network) = network {
-        enter_network(&network)?;
-    }
-    if let Err(e) = crate::devices::set_up(sandbox.dir, sandbox.info, sandbox.own_net) {
+    let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
+    if let Err(e) = sysfs::set_up(sandbox.dir, sandbox.info, net) {
         eprintln!("unirdma: programs that look for devices in /sys will find none: {}", errors::plain(&e.to_string()));
     }
     let plan = Plan {
@@ -162,19 +161,18 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
 }
 
 /// Enters the container's network namespace for good, and mounts a /sys that shows it.
-fn enter_network(network: &OwnedFd) -> io::Result<()> {
+fn enter_network(network: &OwnedFd) -> io::Result<Net> {
     let kind = Some(rustix::thread::LinkNameSpaceType::Network);
     rustix::thread::move_into_link_name_space(network.as_fd(), kind)
         .map_err(context("cannot enter the container's network namespace"))?;
-    if let Err(e) = crate::devices::own_sysfs() {
-        let hint = match e.kind() {
-            io::ErrorKind::PermissionDenied => ": parts of this machine's own /sys are hidden, as docker does",
-            _ => "",
-        };
-        let e = errors::plain(&e.to_string());
-        eprintln!("unirdma: /sys/class/net shows other interfaces than the container's: {e}{hint}");
-    }
-    Ok(())
+    let Err(e) = sysfs::mount_own() else { return Ok(Net::Own) };
+    let hint = match e.kind() {
+        io::ErrorKind::PermissionDenied => ": parts of this machine's own /sys are hidden, as docker does",
+        _ => "",
+    };
+    let e = errors::plain(&e.to_string());
+    eprintln!("unirdma: /sys/class/net shows other interfaces than the container's: {e}{hint}");
+    Ok(Net::OwnUnseen)
 }
 
 fn parse_mac(text: &str) -> io::Result<Mac> {
