@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, fsconfig_create,
-    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
 use crate::bind::Bind;
@@ -120,12 +120,15 @@ enum Shown {
     Link(PathBuf),
 }
 
-/// Makes a file system that needs no device. It is not attached yet.
+/// Makes a file system that needs no device. It is not attached yet. Options without a value are flags.
 pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let made = || {
         let fs = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
         for (key, value) in [("source", "unirdma")].iter().chain(options) {
-            fsconfig_set_string(fs.as_fd(), *key, *value)?;
+            match *value {
+                "" => fsconfig_set_flag(fs.as_fd(), *key)?,
+                value => fsconfig_set_string(fs.as_fd(), *key, value)?,
+            }
         }
         fsconfig_create(fs.as_fd())?;
         fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)

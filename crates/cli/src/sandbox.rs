@@ -119,8 +119,14 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
     let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
-    if let Err(e) = sysfs::set_up(sandbox.dir, sandbox.info, net) {
-        eprintln!("unirdma: programs that look for devices in /sys will find none: {}", errors::plain(&e.to_string()));
+    match sysfs::set_up(sandbox.dir, sandbox.info, net) {
+        // From here on the outside serves the files, which the steps below may touch.
+        Ok(Some(files)) => fdpass::send(sock.as_fd(), &[net.step()], &[files.as_fd()]).map(drop)?,
+        Ok(None) => {}
+        Err(e) => {
+            let e = errors::plain(&e.to_string());
+            eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
+        }
     }
     let plan = Plan {
         dir: sandbox.dir,

@@ -2,19 +2,23 @@
 //! host's own devices do not appear.
 
 mod device_files;
+mod live;
 
 use std::fs;
 use std::io;
 use std::net::Ipv6Addr;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use rustix::mount::{MountAttrFlags, MountFlags, MountPropagationFlags, UnmountFlags};
 use unirdma_ipc::vrnic::VrnicInfo;
 
+use crate::errors;
 use crate::errors::context;
 use crate::mounts;
 use device_files::{DEVICE, Entry, Files, Interface};
+pub(crate) use live::serve;
 
 /// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
 const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
@@ -27,13 +31,25 @@ const HARMLESS: MountAttrFlags =
 
 /// The interfaces that a container's /sys/class/net shows.
 #[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
 pub(crate) enum Net {
     /// The container has the host's network.
-    Host,
+    Host = b'h',
     /// Its own.
-    Own,
+    Own = b'o',
     /// Those of the host, although the container has its own: no other sysfs could be mounted.
-    OwnUnseen,
+    OwnUnseen = b'u',
+}
+
+impl Net {
+    /// As a byte of the protocol between the first process and the outside.
+    pub fn step(self) -> u8 {
+        self as u8
+    }
+
+    pub fn of_step(step: u8) -> Option<Net> {
+        [Net::Host, Net::Own, Net::OwnUnseen].into_iter().find(|net| net.step() == step)
+    }
 }
 
 /// Mounts on /sys a sysfs of the network namespace that this process is in. Before it is mounted, nothing may cover any
@@ -50,18 +66,19 @@ pub(crate) fn mount_own() -> io::Result<()> {
 }
 
 /// Puts the device into the /sys of this mount namespace. `staging`: a directory on which something else is mounted
-/// later.
+/// later. Returns the descriptor for [`serve`], or nothing if the files keep their present texts. Until they are
+/// served, whoever looks into the device's directory waits.
 ///
 /// # Errors
 /// A mount fails.
-pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, net: Net) -> io::Result<()> {
+pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>> {
     let none: Option<&std::ffi::CStr> = None;
     rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
         .map_err(context("cannot mount tmpfs"))?;
     let made = class(&staging.join("class")).and_then(|()| devices(&staging.join("virtual"), info, net));
     // Mounts of its subdirectories stay.
     let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
-    made.and(gone)
+    gone.and(made)
 }
 
 /// Makes the device's entries in `/sys/class`. `class`: an empty directory for them.
@@ -100,7 +117,7 @@ fn bind(from: &Path, to: &Path) -> io::Result<()> {
 ///
 /// Other directories are mounts of what they were, and not entries of an overlay: an overlay reads files with the
 /// rights of its maker.
-fn devices(dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<()> {
+fn devices(dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>> {
     let mut others = Vec::new();
     for entry in fs::read_dir(VIRTUAL)?.flatten() {
         if entry.file_type()?.is_dir() && !CLASSES.iter().any(|c| entry.file_name() == *c) {
@@ -108,10 +125,21 @@ fn devices(dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<()> {
             others.push((mounts::copy(&entry.path())?, entry.path()));
         }
     }
-    write(&dir.join("infiniband").join(DEVICE), &device_files::files(info, interface(info, net).as_ref()))?;
+    let live = live::mount().inspect_err(|e| {
+        let e = errors::plain(&e.to_string());
+        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband/{DEVICE} stay as they are now: {e}");
+    });
+    let of_device = Path::new("infiniband").join(DEVICE);
+    match &live {
+        Ok(_) => fs::create_dir_all(dir.join(&of_device))?,
+        Err(_) => write(&dir.join(&of_device), &device_files::files(info, interface(info, net).as_ref()))?,
+    }
     write(&dir.join("infiniband_verbs/uverbs0"), &device_files::verbs_files())?;
     bind(dir, Path::new(VIRTUAL))?;
-    others.iter().try_for_each(|(tree, path)| mounts::attach(tree, path))
+    others.iter().try_for_each(|(tree, path)| mounts::attach(tree, path))?;
+    let Ok((mount, device)) = live else { return Ok(None) };
+    mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device))?;
+    Ok(Some(device))
 }
 
 /// Makes these files in a directory, except those that cannot be read.
