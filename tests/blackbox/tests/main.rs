@@ -33,6 +33,7 @@ mod sandbox;
 mod secret;
 mod suite;
 mod support;
+mod sysfs;
 mod two_hosts;
 mod unnamed;
 mod watching;
@@ -77,6 +78,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("unnamed", unnamed::tests),
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
+    ("sysfs", sysfs::tests),
     ("podman", podman::tests),
     ("documents", documents::tests),
     ("etcd", etcd::tests),
