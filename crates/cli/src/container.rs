@@ -21,6 +21,7 @@ use crate::bind::{self, Bind};
 use crate::home::{self, Show};
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
+use crate::sysfs;
 use crate::unnamed::{self, Taken};
 use crate::workdir;
 
@@ -150,7 +151,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
         }
     };
     drop(theirs);
-    match serve(&mut client, &info.name, pid, ours, nested) {
+    match serve(&mut client, dir, &info, pid, ours, nested) {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
@@ -191,7 +192,8 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
 /// network alive, if it has one of its own. Returns early if the child has failed; it has printed why.
 fn serve(
     client: &mut Client,
-    vrnic: &str,
+    dir: &Path,
+    info: &VrnicInfo,
     pid: i32,
     mut sock: UnixStream,
     nested: bool,
@@ -204,11 +206,18 @@ fn serve(
         map_ids(pid)?;
         sock.write_all(&[MAP_IDS])?;
     }
-    let (1, came) = fdpass::receive(sock.as_fd(), &mut step)? else { return Ok(None) };
-    if step != [READY] {
-        return Ok(None);
-    }
-    let mut came = came.into_iter();
+    let mut came = loop {
+        let (1, came) = fdpass::receive(sock.as_fd(), &mut step)? else { return Ok(None) };
+        let mut came = came.into_iter();
+        if step == [READY] {
+            break came;
+        }
+        let (Some(net), Some(files)) = (sysfs::Net::of_step(step[0]), came.next()) else { return Ok(None) };
+        if let Err(e) = sysfs::serve(files, dir, info, net) {
+            eprintln!("unirdma: the files of the RDMA device in /sys cannot be read: {e}");
+        }
+    };
+    let vrnic = &info.name;
     if let Some(frames) = came.next() {
         client.ask(&Request::Attach { name: vrnic.into() }, Some(frames.as_fd()))?;
     }

@@ -21,6 +21,13 @@ const BASE: u32 = 0x7000_0000;
 /// The only id of a container of root if there are too few ids for a range, as in a container of other software.
 const NOBODY: u32 = 65_534;
 
+/// Namespaces of a container that exist before its tree of mounts does.
+pub(crate) struct Namespaces {
+    pub users: OwnedFd,
+    /// The network namespace, which belongs to the user namespace; `None` if the container shares the host's.
+    pub network: Option<OwnedFd>,
+}
+
 /// The ids of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ids {
@@ -71,17 +78,18 @@ impl Ids {
         found.map_or(own, |(outside, count)| Ids { outside, inside: (0, 0), count })
     }
 
-    /// Makes a user namespace with these ids, below this process's own. `proc`: a /proc of this process's PID
-    /// namespace.
+    /// Makes a user namespace with these ids, below this process's own, and in it a network namespace if `own_net` says
+    /// so. `proc`: a /proc of this process's PID namespace.
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn namespace(&self, proc: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    pub fn namespaces(&self, proc: BorrowedFd<'_>, own_net: bool) -> io::Result<Namespaces> {
         let (mut ours, mut theirs) = UnixStream::pair()?;
         let Some(pid) = process::fork(UnshareFlags::empty())? else {
             drop(ours);
+            let network = if own_net { UnshareFlags::NEWNET } else { UnshareFlags::empty() };
             // SAFETY: the process has one thread and shares no descriptor table with another.
-            let made = unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWUSER) };
+            let made = unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWUSER | network) };
             let _ = theirs.write_all(&[u8::from(made.is_ok())]);
             let _ = theirs.read(&mut [0]);
             std::process::exit(0);
@@ -89,15 +97,24 @@ impl Ids {
         drop(theirs);
         let mut made = [0];
         let done = ours.read_exact(&mut made).and_then(|()| match made {
-            [1] => self.write(proc, pid),
-            _ => Err(io::Error::other("cannot make a user namespace (sysctl user.max_user_namespaces)")),
+            [1] => self.write(proc, pid).and_then(|()| {
+                let open = |kind: &str| {
+                    let path = format!("{pid}/ns/{kind}");
+                    rustix::fs::openat(proc, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+                };
+                Ok(Namespaces { users: open("user")?, network: own_net.then(|| open("net")).transpose()? })
+            }),
+            _ => Err(io::Error::other(
+                "cannot make namespaces (sysctl user.max_user_namespaces, user.max_net_namespaces)",
+            )),
         });
         drop(ours);
         process::wait(pid)?;
         done
     }
 
-    fn write(&self, proc: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
+    /// Maps these ids in the user namespace of a process.
+    fn write(&self, proc: BorrowedFd<'_>, pid: i32) -> io::Result<()> {
         let put = |file: &str, text: String| {
             let f = rustix::fs::openat(proc, format!("{pid}/{file}"), OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
             f.and_then(|f| rustix::io::write(&f, text.as_bytes())).map_err(|e| {
@@ -108,9 +125,7 @@ impl Ids {
         if !self.are_mapped() {
             put("setgroups", "deny".into())?;
         }
-        put("gid_map", format!("{} {} {}", self.inside.1, self.outside.1, self.count))?;
-        let namespace = format!("{pid}/ns/user");
-        Ok(rustix::fs::openat(proc, namespace, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+        put("gid_map", format!("{} {} {}", self.inside.1, self.outside.1, self.count)).map(|_| ())
     }
 
     /// Becomes the container's user, in its user namespace.

@@ -13,7 +13,6 @@ mod capture;
 mod check;
 mod confine;
 mod container;
-mod devices;
 mod errors;
 mod exec;
 #[cfg(feature = "fleet")]
@@ -29,6 +28,7 @@ mod print;
 mod process;
 mod sandbox;
 mod secret;
+mod sysfs;
 mod top;
 mod units;
 mod unnamed;

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, fsconfig_create,
-    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
 use crate::bind::Bind;
@@ -72,8 +72,7 @@ struct Tree {
 impl Tree {
     /// Copies the mounts at `path` and below.
     fn copy(path: &Path) -> io::Result<Tree> {
-        let mount = open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))?;
-        Ok(Tree { mount, directory: fs::metadata(path)?.is_dir(), owned: false })
+        Ok(Tree { mount: copy(path)?, directory: fs::metadata(path)?.is_dir(), owned: false })
     }
 
     /// Copies a tree that is already in the new root.
@@ -124,17 +123,31 @@ enum Shown {
     Link(PathBuf),
 }
 
-/// Makes a file system that needs no device. It is not attached yet.
+/// Makes a file system that needs no device. It is not attached yet. Options without a value are flags.
 pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let made = || {
         let fs = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
         for (key, value) in [("source", "unirdma")].iter().chain(options) {
-            fsconfig_set_string(fs.as_fd(), *key, *value)?;
+            match *value {
+                "" => fsconfig_set_flag(fs.as_fd(), *key)?,
+                value => fsconfig_set_string(fs.as_fd(), *key, value)?,
+            }
         }
         fsconfig_create(fs.as_fd())?;
         fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
     };
     made().map_err(context(format!("cannot mount {kind}")))
+}
+
+/// A copy of the mounts at `path` and below. It is not attached yet.
+pub(crate) fn copy(path: &Path) -> io::Result<OwnedFd> {
+    open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))
+}
+
+/// Attaches a mount at a path that this process sees.
+pub(crate) fn attach(mount: &OwnedFd, path: &Path) -> io::Result<()> {
+    move_mount(mount, "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        .map_err(context(format!("cannot mount on {}", path.display())))
 }
 
 const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);

@@ -2,12 +2,13 @@
 //!
 //! The order matters. The tree of mounts is built with all rights of this process. A user namespace below it then takes
 //! these rights away, so that nothing of the tree can be undone. The namespaces that the command may change (network,
-//! IPC, host name) are made within that user namespace.
+//! IPC, host name) belong to that user namespace. The user and the network namespace exist before the tree, because
+//! id-mapped mounts need the one, and the container's /sys the other.
 
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -23,8 +24,9 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use crate::bind::Bind;
 use crate::errors::{self, context};
 use crate::home::{Home, Show};
-use crate::idmap::Ids;
+use crate::idmap::{Ids, Namespaces};
 use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC};
+use crate::sysfs::{self, Net};
 use crate::workdir::Working;
 use crate::{confine, loader, process};
 
@@ -111,9 +113,6 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     let ids = Ids::choose();
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(context("cannot keep mounts to the container"))?;
-    if let Err(e) = crate::devices::set_up(sandbox.dir, sandbox.info, sandbox.own_net) {
-        eprintln!("unirdma: programs that look for devices in /sys will find none: {}", errors::plain(&e.to_string()));
-    }
     let homes = sandbox.homes.iter().map(|h| &*h.path);
     let libraries = (sandbox.libraries, Path::new(LIBRARIES));
     if sandbox.preload
@@ -128,7 +127,17 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
         let hint = "parts of this machine's own /proc are hidden, as docker does without --security-opt systempaths=unconfined";
         if e.kind() == io::ErrorKind::PermissionDenied { io::Error::new(e.kind(), format!("{e}: {hint}")) } else { e }
     })?;
-    let users = ids.namespace(proc.as_fd())?;
+    let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
+    let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
+    match sysfs::set_up(sandbox.dir, sandbox.info, net) {
+        // From here on the outside serves the files, which the steps below may touch.
+        Ok(Some(files)) => fdpass::send(sock.as_fd(), &[net.step()], &[files.as_fd()]).map(drop)?,
+        Ok(None) => {}
+        Err(e) => {
+            let e = errors::plain(&e.to_string());
+            eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
+        }
+    }
     let plan = Plan {
         dir: sandbox.dir,
         vrnic: Path::new(&sandbox.info.dir),
@@ -143,9 +152,8 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     drop(proc);
     ids.enter(&users).map_err(context("cannot enter the container's user namespace"))?;
     drop(users);
-    let new_net = if sandbox.own_net { UnshareFlags::NEWNET } else { UnshareFlags::empty() };
     // SAFETY: the process has one thread and shares no descriptor table with another.
-    unsafe { rustix::thread::unshare_unsafe(INNER | new_net) }.map_err(context("cannot make namespaces"))?;
+    unsafe { rustix::thread::unshare_unsafe(INNER) }.map_err(context("cannot make namespaces"))?;
     // A change of the user id has cleared the death signal and the dumpable flag.
     end_with_parent()?;
     // `unirdma exec` finds the namespaces through this process. Other processes of the container find nothing of use in
@@ -166,6 +174,21 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     drop((sock, network));
     confine::close_descriptors(false)?;
     Ok(go_to(working))
+}
+
+/// Enters the container's network namespace for good, and mounts a /sys that shows it.
+fn enter_network(network: &OwnedFd) -> io::Result<Net> {
+    let kind = Some(rustix::thread::LinkNameSpaceType::Network);
+    rustix::thread::move_into_link_name_space(network.as_fd(), kind)
+        .map_err(context("cannot enter the container's network namespace"))?;
+    let Err(e) = sysfs::mount_own() else { return Ok(Net::Own) };
+    let hint = match e.kind() {
+        io::ErrorKind::PermissionDenied => ": parts of this machine's own /sys are hidden, as docker does",
+        _ => "",
+    };
+    let e = errors::plain(&e.to_string());
+    eprintln!("unirdma: /sys/class/net shows other interfaces than the container's: {e}{hint}");
+    Ok(Net::OwnUnseen)
 }
 
 fn parse_mac(text: &str) -> io::Result<Mac> {

@@ -33,6 +33,10 @@ pub enum Request {
     VrnicShow {
         name: String,
     },
+    /// Like `VrnicShow`, but without what grows by what its programs do: QPs, MRs, listeners, rules.
+    VrnicFigures {
+        name: String,
+    },
     VrnicRemove {
         name: String,
         force: bool,

@@ -34,6 +34,7 @@ mod sandbox;
 mod secret;
 mod suite;
 mod support;
+mod sysfs;
 mod two_hosts;
 mod unnamed;
 mod watching;
@@ -79,6 +80,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("loader", loader::tests),
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
+    ("sysfs", sysfs::tests),
     ("podman", podman::tests),
     ("documents", documents::tests),
     ("etcd", etcd::tests),

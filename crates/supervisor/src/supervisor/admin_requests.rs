@@ -29,6 +29,7 @@ impl Supervisor {
             Request::VrnicTake { new } => self.take(id, new),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
             Request::VrnicShow { name } => self.show(&name, true),
+            Request::VrnicFigures { name } => self.show(&name, false),
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
             Request::VrnicSet { name, share, allow_spoof, held } => self.set(&name, share, allow_spoof, held),
             Request::VrnicLink { name, up } => self.set_link(&name, up).map(|()| Response::Done),

@@ -1,0 +1,177 @@
+//! A container's /sys: a sysfs of its own network namespace, and in it the RDMA device as the kernel shows one. The
+//! host's own devices do not appear.
+
+mod device_files;
+mod live;
+
+use std::fs;
+use std::io;
+use std::net::Ipv6Addr;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use rustix::mount::{MountAttrFlags, MountFlags, MountPropagationFlags, UnmountFlags};
+use unirdma_ipc::vrnic::VrnicInfo;
+
+use crate::errors;
+use crate::errors::context;
+use crate::mounts;
+use device_files::{DEVICE, Entry, Files, Interface};
+pub(crate) use live::serve;
+
+/// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
+const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
+/// Directories of network interfaces. They must stay those of sysfs, where interfaces come and go.
+const NETS: &str = "/sys/class/net";
+const CLASSES: [&str; 2] = ["infiniband", "infiniband_verbs"];
+const VIRTUAL: &str = "/sys/devices/virtual";
+const HARMLESS: MountAttrFlags =
+    MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV).union(MountAttrFlags::MOUNT_ATTR_NOEXEC);
+
+/// The interfaces that a container's /sys/class/net shows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Net {
+    /// The container has the host's network.
+    Host = b'h',
+    /// Its own.
+    Own = b'o',
+    /// Those of the host, although the container has its own: no other sysfs could be mounted.
+    OwnUnseen = b'u',
+}
+
+impl Net {
+    /// As a byte of the protocol between the first process and the outside.
+    pub fn step(self) -> u8 {
+        self as u8
+    }
+
+    pub fn of_step(step: u8) -> Option<Net> {
+        [Net::Host, Net::Own, Net::OwnUnseen].into_iter().find(|net| net.step() == step)
+    }
+}
+
+/// Mounts on /sys a sysfs of the network namespace that this process is in. Before it is mounted, nothing may cover any
+/// part of the /sys that is there: otherwise the kernel refuses.
+///
+/// # Errors
+/// The kernel refuses. /sys is then as it was.
+pub(crate) fn mount_own() -> io::Result<()> {
+    let sysfs = mounts::mount_new("sysfs", &[], HARMLESS | MountAttrFlags::MOUNT_ATTR_RDONLY)?;
+    let carried = CARRIED.iter().map(Path::new).filter(|dir| dir.is_dir());
+    let carried: Vec<_> = carried.map(|dir| Ok((mounts::copy(dir)?, dir))).collect::<io::Result<_>>()?;
+    mounts::attach(&sysfs, Path::new("/sys"))?;
+    carried.iter().try_for_each(|(tree, dir)| mounts::attach(tree, dir))
+}
+
+/// Puts the device into the /sys of this mount namespace. `staging`: a directory on which something else is mounted
+/// later. Returns the descriptor for [`serve`], or nothing if the files keep their present texts. Until they are
+/// served, whoever looks into the device's directory waits.
+///
+/// # Errors
+/// A mount fails.
+pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>> {
+    let none: Option<&std::ffi::CStr> = None;
+    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
+        .map_err(context("cannot mount tmpfs"))?;
+    let made = class(&staging.join("class")).and_then(|()| devices(&staging.join("virtual"), info, net));
+    // Mounts of its subdirectories stay.
+    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
+    gone.and(made)
+}
+
+/// Makes the device's entries in `/sys/class`. `class`: an empty directory for them.
+fn class(class: &Path) -> io::Result<()> {
+    let link = |to: &str, path: PathBuf| {
+        fs::create_dir_all(path.parent().unwrap_or(class))?;
+        symlink(format!("../../devices/virtual/{to}"), path)
+    };
+    link(&format!("infiniband/{DEVICE}"), class.join("infiniband").join(DEVICE))?;
+    link("infiniband_verbs/uverbs0", class.join("infiniband_verbs/uverbs0"))?;
+    fs::write(class.join("infiniband_verbs/abi_version"), "6\n")?;
+    let nets = mounts::copy(Path::new(NETS))?;
+    overlay(class)?;
+    mounts::attach(&nets, Path::new(NETS))?;
+    // Hides the host's devices, which the overlay still shows.
+    CLASSES.iter().try_for_each(|name| bind(&class.join(name), &Path::new("/sys/class").join(name)))
+}
+
+/// Mounts `class` as an overlay over `/sys/class`, in which no directory can be made.
+fn overlay(class: &Path) -> io::Result<()> {
+    let mut layers = b"lowerdir=".to_vec();
+    layers.extend_from_slice(class.as_os_str().as_encoded_bytes());
+    layers.extend_from_slice(b":/sys/class");
+    let options = std::ffi::CString::new(layers).map_err(io::Error::other)?;
+    rustix::mount::mount("unirdma", "/sys/class", "overlay", MountFlags::RDONLY, Some(options.as_c_str()))
+        .map_err(context("cannot mount an overlay on /sys/class"))?;
+    rustix::mount::mount_change("/sys/class", MountPropagationFlags::PRIVATE)
+        .map_err(context("cannot mount on /sys/class"))
+}
+
+fn bind(from: &Path, to: &Path) -> io::Result<()> {
+    rustix::mount::mount_bind(from, to).map_err(context(format!("cannot mount on {}", to.display())))
+}
+
+/// Makes the device in `/sys/devices/virtual`. `dir`: an empty directory for what is there.
+///
+/// Other directories are mounts of what they were, and not entries of an overlay: an overlay reads files with the
+/// rights of its maker.
+fn devices(dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>> {
+    let mut others = Vec::new();
+    for entry in fs::read_dir(VIRTUAL)?.flatten() {
+        if entry.file_type()?.is_dir() && !CLASSES.iter().any(|c| entry.file_name() == *c) {
+            fs::create_dir_all(dir.join(entry.file_name()))?;
+            others.push((mounts::copy(&entry.path())?, entry.path()));
+        }
+    }
+    let live = live::mount().inspect_err(|e| {
+        let e = errors::plain(&e.to_string());
+        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband/{DEVICE} stay as they are now: {e}");
+    });
+    let of_device = Path::new("infiniband").join(DEVICE);
+    match &live {
+        Ok(_) => fs::create_dir_all(dir.join(&of_device))?,
+        Err(_) => write(&dir.join(&of_device), &device_files::files(info, interface(info, net).as_ref()))?,
+    }
+    write(&dir.join("infiniband_verbs/uverbs0"), &device_files::verbs_files())?;
+    bind(dir, Path::new(VIRTUAL))?;
+    others.iter().try_for_each(|(tree, path)| mounts::attach(tree, path))?;
+    let Ok((mount, device)) = live else { return Ok(None) };
+    mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device))?;
+    Ok(Some(device))
+}
+
+/// Makes these files in a directory, except those that cannot be read.
+fn write(dir: &Path, files: &Files) -> io::Result<()> {
+    for (path, entry) in files {
+        let path = dir.join(path);
+        fs::create_dir_all(path.parent().unwrap_or(dir))?;
+        match entry {
+            Entry::Text(text) => fs::write(path, text)?,
+            Entry::Link(to) => symlink(to, path)?,
+            Entry::Empty => {}
+        }
+    }
+    Ok(())
+}
+
+/// The network interface of the device. All GIDs belong to one interface, as with a real device.
+fn interface(info: &VrnicInfo, net: Net) -> Option<Interface> {
+    match net {
+        Net::Own | Net::OwnUnseen => Some(Interface { name: "eth0".into(), in_sys: net == Net::Own }),
+        Net::Host => {
+            let addresses = info.gids.iter().filter_map(|gid| gid.parse().ok());
+            addresses.into_iter().find_map(interface_of).map(|name| {
+                let in_sys = Path::new(NETS).join(&name).exists();
+                Interface { name, in_sys }
+            })
+        }
+    }
+}
+
+/// The interface of this network namespace that has an address.
+fn interface_of(addr: Ipv6Addr) -> Option<String> {
+    addr.to_ipv4_mapped()
+        .map_or_else(|| crate::net::interface_of(addr.into()), |v4| crate::net::interface_of(v4.into()))
+}
