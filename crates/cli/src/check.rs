@@ -47,7 +47,7 @@ pub(crate) struct CheckArgs {
     json: bool,
 }
 
-/// What was sent and received, bytes.
+/// Bytes that were sent and received.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 struct Traffic {
     sent: u64,
@@ -64,7 +64,7 @@ struct Process {
     verdict: String,
 }
 
-/// What was found about a vRNIC, or about a process that has none.
+/// The findings about a vRNIC, or about a process that has none.
 #[derive(Default, Serialize)]
 struct Report {
     vrnic: Option<String>,
@@ -139,7 +139,7 @@ fn beside(first: u32) -> Vec<u32> {
     all
 }
 
-/// What went over `eth0` in the network namespace of a process (proc_net(5)).
+/// The traffic of `eth0` in the network namespace of a process (proc_net(5)).
 fn eth0(net: &str) -> Option<Traffic> {
     let figures = net.lines().find_map(|l| l.trim().strip_prefix("eth0:"))?;
     let figures: Vec<u64> = figures.split_whitespace().filter_map(|n| n.parse().ok()).collect();

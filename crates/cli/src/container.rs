@@ -29,6 +29,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run -- ib_write_bw                              # prints the address of its vRNIC, such as 10.77.0.1
   unirdma run -- ib_write_bw 10.77.0.1                    # in a second terminal: its peer
   unirdma run --vrnic a -- ibv_devinfo -v
+  unirdma run --vrnic a --device-name mlx5_0 -- ib_write_bw -d mlx5_0
   unirdma run --vrnic a --net host -- ./my_server         # share the host's network
   unirdma run --vrnic a --bind /data:ro --bind /scratch -- ./my_job
   unirdma run --vrnic a --bind /dev/nvidia0 --bind /dev/nvidiactl --bind /dev/nvidia-uvm -- ./my_job
@@ -66,6 +67,10 @@ pub(crate) struct RunArgs {
     /// How the home directory shows
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Show::Ro)]
     home: Show,
+    /// Name of the RDMA device, 1 to 63 letters, digits, `_`, `.`, `-`, for programs and scripts that ask for one, such
+    /// as mlx5_0
+    #[arg(long, value_name = "NAME", default_value = "unirdma0", value_parser = device_name)]
+    device_name: String,
     /// Do not preload our library into every program. Programs that bring a libibverbs of their own then find no device
     #[arg(long)]
     no_preload: bool,
@@ -76,6 +81,13 @@ pub(crate) struct RunArgs {
     /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     command: Vec<OsString>,
+}
+
+/// The name of a device, which becomes a directory and must fit into the structures of libibverbs.
+fn device_name(name: &str) -> Result<String, &'static str> {
+    let fits = (1..=63).contains(&name.len()) && !name.starts_with(['.', '-']);
+    let ok = fits && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b));
+    ok.then(|| name.to_string()).ok_or("a device's name is 1 to 63 letters, digits, `_`, `.`, `-`")
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -139,6 +151,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
                 dir,
                 info: &info,
                 libraries: &libraries,
+                device: &args.device_name,
                 own_net: args.net == Net::Own,
                 homes: &homes,
                 working: working.as_ref(),
@@ -151,7 +164,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
         }
     };
     drop(theirs);
-    match serve(&mut client, dir, &info, pid, ours, nested) {
+    match serve(&mut client, (dir, &info, &args.device_name), pid, ours, nested) {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
@@ -192,8 +205,7 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
 /// network alive, if it has one of its own. Returns early if the child has failed; it has printed why.
 fn serve(
     client: &mut Client,
-    dir: &Path,
-    info: &VrnicInfo,
+    (dir, info, device): (&Path, &VrnicInfo, &str),
     pid: i32,
     mut sock: UnixStream,
     nested: bool,
@@ -213,7 +225,7 @@ fn serve(
             break came;
         }
         let (Some(net), Some(files)) = (sysfs::Net::of_step(step[0]), came.next()) else { return Ok(None) };
-        if let Err(e) = sysfs::serve(files, dir, info, net) {
+        if let Err(e) = sysfs::serve(files, dir, info, device, net) {
             eprintln!("unirdma: the files of the RDMA device in /sys cannot be read: {e}");
         }
     };

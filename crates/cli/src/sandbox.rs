@@ -36,6 +36,8 @@ pub(crate) struct Sandbox<'a> {
     pub dir: &'a Path,
     pub info: &'a VrnicInfo,
     pub libraries: &'a Path,
+    /// The name of the RDMA device.
+    pub device: &'a str,
     pub own_net: bool,
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
@@ -129,7 +131,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
     let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
-    match sysfs::set_up(sandbox.dir, sandbox.info, net) {
+    match sysfs::set_up(sandbox.dir, sandbox.info, sandbox.device, net) {
         // From here on the outside serves the files, which the steps below may touch.
         Ok(Some(files)) => fdpass::send(sock.as_fd(), &[net.step()], &[files.as_fd()]).map(drop)?,
         Ok(None) => {}

@@ -85,6 +85,8 @@ pub(crate) fn tests(t: &mut Tests) {
             if user.is_none() {
                 finds(&lab, &dir, "a login shell", &format!("su - -c {}/plain", dir.display()))?;
             }
+            let shadow = run(&lab, &dir, &[], "cat /etc/shadow");
+            require(!shadow.ok() && shadow.text.contains("Permission denied"), "the overlay on /etc gives rights")?;
             let o = run(&lab, &dir, &["--no-preload"], "cat /etc/ld.so.preload; ./renamed");
             require(o.text.starts_with("0\n"), format!("--no-preload: {}", o.text))
         });

@@ -33,6 +33,12 @@ const SCRIPTS: &[(&str, &str, &str)] = &[
          unirdma0\nNAME=unirdma0\n",
     ),
     (
+        "the device has the name that was chosen, for libraries and scripts",
+        "RUN --device-name mlx5_0 -- sh -c 'ls /sys/class/infiniband; ibv_devinfo -d mlx5_0 | grep hca_id; rdma link | cut -d\" \" -f2'\n\
+         for n in '' a/b .. $(printf %064d 0); do RUN --device-name \"$n\" -- true 2>/dev/null; echo $?; done",
+        "mlx5_0\nhca_id:\tmlx5_0\nmlx5_0/1\n2\n2\n2\n2\n",
+    ),
+    (
         "the state of the port follows the link, also for exec",
         "RUN -- sh -c 'cd PORT; cat state; while grep -q ACTIVE state; do sleep 0.05; done; cat state phys_state; sleep 9' >$LAB/out & p=$!\n\
          until grep -qs ACTIVE $LAB/out; do sleep 0.05; done; $U vrnic link x down >/dev/null\n\

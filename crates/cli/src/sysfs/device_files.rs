@@ -1,5 +1,5 @@
-//! The files of the RDMA device's directory in /sys, named as the kernel names them
-//! (Documentation/ABI/stable/sysfs-class-infiniband), as a pure function of what the virtual layer says about the vRNIC.
+//! The files of the RDMA device's directory in /sys, as a pure function of what the virtual layer says about the vRNIC.
+//! Names and units are the kernel's (Documentation/ABI/stable/sysfs-class-infiniband).
 
 use std::collections::BTreeMap;
 use std::net::Ipv6Addr;
@@ -7,7 +7,6 @@ use std::net::Ipv6Addr;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_rnic::Counters;
 
-pub(super) const DEVICE: &str = "unirdma0";
 /// Relative path from the device's directory to /sys.
 const SYS: &str = "../../../..";
 
@@ -40,19 +39,19 @@ pub(super) struct Interface {
 /// Everything below the device's directory, by relative path.
 pub(super) type Files = BTreeMap<String, Entry>;
 
-/// The files of the device. `net`: its network interface, if it has one.
-pub(super) fn files(info: &VrnicInfo, net: Option<&Interface>) -> Files {
+/// The files of the device. `name`: its name; `net`: its network interface, if it has one.
+pub(super) fn files(info: &VrnicInfo, name: &str, net: Option<&Interface>) -> Files {
     let mut all = Files::new();
     let mut put = |path: String, entry| {
         all.insert(path, entry);
     };
     let text = |t: &str| Entry::Text(format!("{t}\n"));
-    for (name, value) in device(info) {
-        put(name.into(), text(&value));
+    for (file, value) in device(info, name) {
+        put(file.into(), text(&value));
     }
     put("subsystem".into(), Entry::Link(format!("{SYS}/class/infiniband")));
     // Scripts use these to get from one class to the other.
-    put(format!("device/infiniband/{DEVICE}"), Entry::Link(format!("../../../{DEVICE}")));
+    put(format!("device/infiniband/{name}"), Entry::Link(format!("../../../{name}")));
     put("device/infiniband_verbs/uverbs0".into(), Entry::Link("../../../../infiniband_verbs/uverbs0".into()));
     for (name, value) in port(info.up) {
         put(format!("ports/1/{name}"), text(value));
@@ -86,24 +85,24 @@ pub(super) fn files(info: &VrnicInfo, net: Option<&Interface>) -> Files {
 }
 
 /// The files of `infiniband_verbs/uverbs0`, beside the device's directory.
-pub(super) fn verbs_files() -> Files {
+pub(super) fn verbs_files(name: &str) -> Files {
     let text = |t: &str| Entry::Text(format!("{t}\n"));
     let all = [
-        ("ibdev", text(DEVICE)),
+        ("ibdev", text(name)),
         ("abi_version", text("1")),
         // The device number of /dev/null, which is mounted there.
         ("dev", text("1:3")),
         ("uevent", text("MAJOR=1\nMINOR=3\nDEVNAME=infiniband/uverbs0")),
-        ("device", Entry::Link(format!("../../infiniband/{DEVICE}/device"))),
+        ("device", Entry::Link(format!("../../infiniband/{name}/device"))),
         ("subsystem", Entry::Link(format!("{SYS}/class/infiniband_verbs"))),
     ];
     all.map(|(name, entry)| (name.into(), entry)).into()
 }
 
-fn device(info: &VrnicInfo) -> [(&'static str, String); 12] {
+fn device(info: &VrnicInfo, name: &str) -> [(&'static str, String); 12] {
     let (cpus, cpu_list) = processors();
     [
-        ("uevent", format!("NAME={DEVICE}")),
+        ("uevent", format!("NAME={name}")),
         ("node_type", "1: CA".into()),
         ("node_guid", info.guid.clone()),
         ("sys_image_guid", info.guid.clone()),
@@ -234,6 +233,14 @@ mod tests {
         Interface { name: "eth0".into(), in_sys }
     }
 
+    #[test]
+    fn the_device_has_the_name_that_was_chosen() {
+        let all = files(&vrnic(), "mlx5_0", None);
+        assert_eq!(text(&all, "uevent"), "NAME=mlx5_0\n");
+        assert!(all.contains_key("device/infiniband/mlx5_0"));
+        assert_eq!(text(&verbs_files("mlx5_0"), "ibdev"), "mlx5_0\n");
+    }
+
     fn text(files: &Files, path: &str) -> String {
         match &files[path] {
             Entry::Text(t) => t.clone(),
@@ -243,7 +250,7 @@ mod tests {
 
     #[test]
     fn empty_entries_of_the_gid_table_cannot_be_read() {
-        let all = files(&vrnic(), Some(&eth0(true)));
+        let all = files(&vrnic(), "unirdma0", Some(&eth0(true)));
         assert_eq!(text(&all, "ports/1/gids/0"), "0000:0000:0000:0000:0000:ffff:0a00:0001\n");
         assert_eq!(text(&all, "ports/1/gid_attrs/types/2"), "RoCE v2\n");
         assert_eq!(text(&all, "ports/1/gid_attrs/ndevs/2"), "eth0\n");
@@ -255,17 +262,17 @@ mod tests {
         assert!(!all.contains_key("ports/1/gids/16"));
         let mut many = vrnic();
         many.gids = (0..17).map(|i| format!("fd00::{i}")).collect();
-        assert!(files(&many, None).contains_key("ports/1/gids/31"));
-        assert_eq!(files(&many, None)["ports/1/gid_attrs/ndevs/3"], Entry::Empty);
+        assert!(files(&many, "unirdma0", None).contains_key("ports/1/gids/31"));
+        assert_eq!(files(&many, "unirdma0", None)["ports/1/gid_attrs/ndevs/3"], Entry::Empty);
     }
 
     #[test]
     fn the_port_follows_the_link() {
         let mut info = vrnic();
-        assert_eq!(text(&files(&info, None), "ports/1/state"), "4: ACTIVE\n");
+        assert_eq!(text(&files(&info, "unirdma0", None), "ports/1/state"), "4: ACTIVE\n");
         info.up = false;
-        assert_eq!(text(&files(&info, None), "ports/1/state"), "1: DOWN\n");
-        assert_eq!(text(&files(&info, None), "ports/1/phys_state"), "3: Disabled\n");
+        assert_eq!(text(&files(&info, "unirdma0", None), "ports/1/state"), "1: DOWN\n");
+        assert_eq!(text(&files(&info, "unirdma0", None), "ports/1/phys_state"), "3: Disabled\n");
     }
 
     #[test]
@@ -275,7 +282,7 @@ mod tests {
         (c.sent_wrs, c.sent_bytes, c.received_bytes) = (13, 3 << 20, 8);
         (c.wire.sent_wrs, c.wire.sent_bytes, c.wire.sent_pkts) = (10, 1 << 20, 1000);
         c.wire.duplicate_request = 5;
-        let all = files(&info, None);
+        let all = files(&info, "unirdma0", None);
         assert_eq!(text(&all, "ports/1/counters/port_xmit_data"), format!("{}\n", (3 << 20) / 4));
         assert_eq!(text(&all, "ports/1/counters/port_rcv_data"), "2\n");
         assert_eq!(text(&all, "ports/1/counters/port_xmit_packets"), format!("{}\n", 1000 + 3 + (2 << 20) / 4096));
@@ -285,12 +292,12 @@ mod tests {
 
     #[test]
     fn the_interface_is_a_link_where_sys_has_it() {
-        let all = files(&vrnic(), Some(&eth0(true)));
+        let all = files(&vrnic(), "unirdma0", Some(&eth0(true)));
         assert_eq!(all["device/net/eth0"], Entry::Link("../../../../../../class/net/eth0".into()));
         assert_eq!(all["ports/1/net/eth0"], Entry::Link("../../../../../../../class/net/eth0".into()));
-        let all = files(&vrnic(), Some(&eth0(false)));
+        let all = files(&vrnic(), "unirdma0", Some(&eth0(false)));
         assert_eq!(text(&all, "device/net/eth0/type"), "1\n");
         assert_eq!(all["ports/1/net/eth0"], Entry::Link("../../../device/net/eth0".into()));
-        assert!(!files(&vrnic(), None).keys().any(|path| path.contains("/net/")));
+        assert!(!files(&vrnic(), "unirdma0", None).keys().any(|path| path.contains("/net/")));
     }
 }

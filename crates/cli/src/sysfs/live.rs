@@ -59,19 +59,20 @@ pub(super) fn mount() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((mounts::mount_new("fuse", &options, attributes)?, device))
 }
 
-/// Serves the file system in threads of this process until it is unmounted. `info`: what is shown until the virtual
-/// layer is asked.
+/// Serves the file system of the device `name` in threads of this process until it is unmounted. `info`: what is shown
+/// until the virtual layer is asked.
 ///
 /// # Errors
 /// The kernel speaks no version of FUSE that we know, or no thread can be made.
-pub(crate) fn serve(device: OwnedFd, dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<()> {
+pub(crate) fn serve(device: OwnedFd, dir: &Path, info: &VrnicInfo, name: &str, net: Net) -> io::Result<()> {
     let known = Known { info: info.clone(), asked: None, answered: Instant::now(), number: 0 };
     let figures = Arc::new(Figures { known: Mutex::new(known), wanted: Condvar::new(), came: Condvar::new() });
     let (asker, dir, vrnic) = (figures.clone(), dir.to_owned(), info.name.clone());
     std::thread::Builder::new().name("figures".into()).spawn(move || asker.ask_for_ever(&dir, &vrnic))?;
-    let shown = Shown { net, number: 0, tree: BTreeMap::new(), numbers: HashMap::new(), paths: Vec::new() };
+    let shown =
+        Shown { name: name.into(), net, number: 0, tree: BTreeMap::new(), numbers: HashMap::new(), paths: Vec::new() };
     let mut state = State { shown, open: HashMap::new(), opened: 0 };
-    state.shown.show(device_files::files(info, interface(info, net).as_ref()), 0);
+    state.shown.show(device_files::files(info, name, interface(info, net).as_ref()), 0);
     let served = Device { figures, state: Mutex::new(state) };
     Session::from_fd(served, device, SessionACL::All, Config::default())?.spawn().map(drop)
 }
@@ -154,6 +155,8 @@ enum Node {
 
 /// The tree of names for the figures of an answer.
 struct Shown {
+    /// The device's name.
+    name: String,
     net: Net,
     /// Number of the answer.
     number: u64,
@@ -247,7 +250,8 @@ impl Device {
         let mut state = lock(&self.state);
         if known.number != state.shown.number {
             let net = interface(&known.info, state.shown.net);
-            let (files, number) = (device_files::files(&known.info, net.as_ref()), known.number);
+            let files = device_files::files(&known.info, &state.shown.name, net.as_ref());
+            let number = known.number;
             drop(known);
             state.shown.show(files, number);
         }

@@ -14,15 +14,14 @@ use std::path::{Path, PathBuf};
 use rustix::mount::{MountAttrFlags, MountFlags, MountPropagationFlags, UnmountFlags};
 use unirdma_ipc::vrnic::VrnicInfo;
 
-use crate::errors;
-use crate::errors::context;
+use crate::errors::{self, context};
 use crate::mounts;
-use device_files::{DEVICE, Entry, Files, Interface};
+use device_files::{Entry, Files, Interface};
 pub(crate) use live::serve;
 
 /// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
 const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
-/// Directories of network interfaces. They must stay those of sysfs, where interfaces come and go.
+/// The directory of network interfaces. It must stay sysfs itself, where interfaces come and go.
 const NETS: &str = "/sys/class/net";
 const CLASSES: [&str; 2] = ["infiniband", "infiniband_verbs"];
 const VIRTUAL: &str = "/sys/devices/virtual";
@@ -66,28 +65,29 @@ pub(crate) fn mount_own() -> io::Result<()> {
 }
 
 /// Puts the device into the /sys of this mount namespace. `staging`: a directory on which something else is mounted
-/// later. Returns the descriptor for [`serve`], or nothing if the files keep their present texts. Until they are
-/// served, whoever looks into the device's directory waits.
+/// later; `device`: the device's name. Returns the descriptor for [`serve`], or nothing if the files keep their present
+/// texts. Until they are served, a process that looks into the device's directory waits.
 ///
 /// # Errors
 /// A mount fails.
-pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>> {
+pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, device: &str, net: Net) -> io::Result<Option<OwnedFd>> {
     let none: Option<&std::ffi::CStr> = None;
     rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
         .map_err(context("cannot mount tmpfs"))?;
-    let made = class(&staging.join("class")).and_then(|()| devices(&staging.join("virtual"), info, net));
+    let made =
+        class(&staging.join("class"), device).and_then(|()| devices(&staging.join("virtual"), info, device, net));
     // Mounts of its subdirectories stay.
     let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
     gone.and(made)
 }
 
 /// Makes the device's entries in `/sys/class`. `class`: an empty directory for them.
-fn class(class: &Path) -> io::Result<()> {
+fn class(class: &Path, device: &str) -> io::Result<()> {
     let link = |to: &str, path: PathBuf| {
         fs::create_dir_all(path.parent().unwrap_or(class))?;
         symlink(format!("../../devices/virtual/{to}"), path)
     };
-    link(&format!("infiniband/{DEVICE}"), class.join("infiniband").join(DEVICE))?;
+    link(&format!("infiniband/{device}"), class.join("infiniband").join(device))?;
     link("infiniband_verbs/uverbs0", class.join("infiniband_verbs/uverbs0"))?;
     fs::write(class.join("infiniband_verbs/abi_version"), "6\n")?;
     let nets = mounts::copy(Path::new(NETS))?;
@@ -117,7 +117,7 @@ fn bind(from: &Path, to: &Path) -> io::Result<()> {
 ///
 /// Other directories are mounts of what they were, and not entries of an overlay: an overlay reads files with the
 /// rights of its maker.
-fn devices(dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>> {
+fn devices(dir: &Path, info: &VrnicInfo, device: &str, net: Net) -> io::Result<Option<OwnedFd>> {
     let mut others = Vec::new();
     for entry in fs::read_dir(VIRTUAL)?.flatten() {
         if entry.file_type()?.is_dir() && !CLASSES.iter().any(|c| entry.file_name() == *c) {
@@ -127,19 +127,19 @@ fn devices(dir: &Path, info: &VrnicInfo, net: Net) -> io::Result<Option<OwnedFd>
     }
     let live = live::mount().inspect_err(|e| {
         let e = errors::plain(&e.to_string());
-        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband/{DEVICE} stay as they are now: {e}");
+        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband/{device} stay as they are now: {e}");
     });
-    let of_device = Path::new("infiniband").join(DEVICE);
+    let of_device = Path::new("infiniband").join(device);
     match &live {
         Ok(_) => fs::create_dir_all(dir.join(&of_device))?,
-        Err(_) => write(&dir.join(&of_device), &device_files::files(info, interface(info, net).as_ref()))?,
+        Err(_) => write(&dir.join(&of_device), &device_files::files(info, device, interface(info, net).as_ref()))?,
     }
-    write(&dir.join("infiniband_verbs/uverbs0"), &device_files::verbs_files())?;
+    write(&dir.join("infiniband_verbs/uverbs0"), &device_files::verbs_files(device))?;
     bind(dir, Path::new(VIRTUAL))?;
     others.iter().try_for_each(|(tree, path)| mounts::attach(tree, path))?;
-    let Ok((mount, device)) = live else { return Ok(None) };
+    let Ok((mount, served)) = live else { return Ok(None) };
     mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device))?;
-    Ok(Some(device))
+    Ok(Some(served))
 }
 
 /// Makes these files in a directory, except those that cannot be read.
