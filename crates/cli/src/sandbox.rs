@@ -220,7 +220,15 @@ pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
         path.push(old);
     }
     let mut c = Command::new(&command[0]);
-    let e = c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", VRNIC).exec();
+    c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", VRNIC);
+    if Path::new("/etc/ld.so.preload").exists() {
+        // Otherwise AddressSanitizer refuses to run after another library.
+        let mut options = std::env::var_os("ASAN_OPTIONS").filter(|o| !o.is_empty()).unwrap_or_default();
+        options.push(if options.is_empty() { "" } else { ":" });
+        options.push("verify_asan_link_order=0");
+        c.env("ASAN_OPTIONS", options);
+    }
+    let e = c.exec();
     let name = command[0].to_string_lossy();
     // A directory of PATH that may not be searched must not look like a command that may not be run.
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -51,18 +51,22 @@ static REAL: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// Finds them before the program begins: `send` may be called in a handler of signals, which must not look for symbols.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static AT_START: extern "C" fn() = {
-    extern "C" fn find_real() {
-        for (real, name) in REAL.iter().zip([c"socket", c"send", c"sendto", c"sendmsg"]) {
-            // SAFETY: a text.
-            real.store(unsafe { dlsym(NEXT, name.as_ptr()) }.expose_provenance(), Ordering::Relaxed);
-        }
-    }
-    find_real
-};
+static AT_START: extern "C" fn() = find_real;
 
+extern "C" fn find_real() {
+    for (real, name) in REAL.iter().zip([c"socket", c"send", c"sendto", c"sendmsg"]) {
+        // SAFETY: a text.
+        real.store(unsafe { dlsym(NEXT, name.as_ptr()) }.expose_provenance(), Ordering::Relaxed);
+    }
+}
+
+/// One of these functions. Constructors of other libraries may call it before the one above.
 fn real(n: usize) -> *const c_void {
-    ptr::with_exposed_provenance(REAL.get(n).map_or(0, |r| r.load(Ordering::Relaxed)))
+    let found = || REAL.get(n).map_or(0, |r| r.load(Ordering::Relaxed));
+    if found() == 0 {
+        find_real();
+    }
+    ptr::with_exposed_provenance(found())
 }
 
 /// A bit for each descriptor that is such a socket, unless the program has closed it since.
