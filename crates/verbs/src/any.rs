@@ -1,5 +1,5 @@
 //! Verbs on contexts of either kind, for calls from within this library: `librdmacm` and rsockets use whatever context
-//! their device has. `build.rs` writes a second name for each trampoline that goes by its object's context.
+//! their device has. `build/main.rs` writes a second name for each trampoline that goes by its object's context.
 
 use std::ffi::c_void;
 use std::mem::offset_of;

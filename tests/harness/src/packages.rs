@@ -78,7 +78,7 @@ pub const SANDBOX: Needed = &[("/usr/bin/gdb", "gdb"), ("/usr/bin/pgrep", "procp
 pub const PODMAN: Needed = &[("/usr/bin/podman", "podman"), ("/usr/sbin/runc", "runc")];
 
 /// Programs in containers that bring libraries of their own, and what they ask the kernel.
-pub const LOADER: Needed = &[("/usr/bin/python3", "python3-minimal"), ("/usr/bin/rdma", "iproute2")];
+pub const LOADER: Needed = &[("/usr/bin/python3", "python3"), ("/usr/bin/rdma", "iproute2")];
 
 /// All packages of the tests.
 pub const ALL: &[Needed] =
