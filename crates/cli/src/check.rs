@@ -128,9 +128,13 @@ fn mapped(maps: &str) -> Vec<PathBuf> {
     all
 }
 
+/// The identity of the PID namespace in which a process is.
+fn space(pid: u32) -> Option<(u64, u64)> {
+    fs::metadata(format!("/proc/{pid}/ns/pid")).map(|m| (m.dev(), m.ino())).ok()
+}
+
 /// The processes of the PID namespace in which `first` is.
 fn beside(first: u32) -> Vec<u32> {
-    let space = |pid: u32| fs::metadata(format!("/proc/{pid}/ns/pid")).map(|m| (m.dev(), m.ino())).ok();
     let Some(wanted) = space(first) else { return Vec::new() };
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let mut all: Vec<u32> = entries.filter_map(|e| e.file_name().to_str()?.parse().ok()).collect();
@@ -146,24 +150,39 @@ fn eth0(net: &str) -> Option<Traffic> {
     Some(Traffic { received: *figures.first()?, sent: *figures.get(8)? })
 }
 
+/// The first process of a vRNIC's container.
+fn first(v: &VrnicInfo) -> Option<u32> {
+    v.container.and_then(|pid| u32::try_from(pid).ok())
+}
+
+/// These processes, except those that have ended meanwhile.
+fn look_at(all: Vec<u32>) -> Vec<Process> {
+    all.into_iter().filter_map(|pid| Process::look(pid).ok()).collect()
+}
+
 impl Report {
+    /// A vRNIC, without processes.
     fn of(v: VrnicInfo) -> Report {
-        let first = v.container.and_then(|pid| u32::try_from(pid).ok());
-        let net = first.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/net/dev")).ok());
-        // The first process is `unirdma` itself, which is left out. Processes may end meanwhile.
-        let all = first.map(beside).unwrap_or_default();
-        let processes = all.into_iter().filter(|&pid| Some(pid) != first).filter_map(|pid| Process::look(pid).ok());
+        let net = first(&v).and_then(|pid| fs::read_to_string(format!("/proc/{pid}/net/dev")).ok());
         Report {
             rdma: Some(Traffic { sent: v.counters.sent_bytes, received: v.counters.received_bytes }),
             eth0: net.as_deref().and_then(eth0),
-            processes: processes.collect(),
+            processes: Vec::new(),
             vrnic: Some(v.name),
             gids: v.gids,
             memory: v.memory,
         }
     }
 
-    /// The container in which this process is.
+    /// A vRNIC with all processes of its container. The first one is `unirdma` itself, which is left out.
+    fn of_container(v: VrnicInfo) -> Report {
+        let first = first(&v);
+        let mut all = first.map(beside).unwrap_or_default();
+        all.retain(|&pid| Some(pid) != first);
+        Report { processes: look_at(all), ..Report::of(v) }
+    }
+
+    /// The vRNIC of the container in which this process is, without processes.
     fn inside() -> Report {
         let class = Path::new("/sys/class/infiniband");
         let device = fs::read_dir(class).into_iter().flatten().flatten().next().map(|e| e.path());
@@ -172,15 +191,13 @@ impl Report {
         let words = |file: &str| read(file)?.trim().parse::<u64>().ok().map(|n| n.saturating_mul(4));
         let rdma = words("ports/1/counters/port_xmit_data").zip(words("ports/1/counters/port_rcv_data"));
         let gids = (0..).map_while(|i| read(&format!("ports/1/gids/{i}"))).map(|gid| gid.trim().to_string());
-        let own = std::process::id();
-        let processes = beside(own).into_iter().filter(|&pid| pid != own && pid != 1);
         Report {
             vrnic: read("node_desc").map(|name| name.trim().into()),
             gids: gids.filter(|gid| gid.bytes().any(|b| b != b'0' && b != b':')).collect(),
             rdma: rdma.map(|(sent, received)| Traffic { sent, received }),
             eth0: fs::read_to_string("/proc/net/dev").ok().as_deref().and_then(eth0),
             memory: Vec::new(),
-            processes: processes.filter_map(|pid| Process::look(pid).ok()).collect(),
+            processes: Vec::new(),
         }
     }
 
@@ -236,7 +253,7 @@ fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
             Ok(mut client) => {
                 let all = container::all(&mut client)?;
                 let mut shown = all.iter().filter_map(|name| container::show(&mut client, name).ok());
-                let has = |v: &VrnicInfo| v.container.is_some_and(|first| beside(first.cast_unsigned()).contains(&pid));
+                let has = |v: &VrnicInfo| first(v).and_then(space).is_some_and(|s| Some(s) == space(pid));
                 shown.find(has).map(Report::of).unwrap_or_default()
             }
         };
@@ -244,7 +261,10 @@ fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
         return Ok(vec![report]);
     }
     if is_inside(dir) && args.vrnic.is_none() {
-        return Ok(vec![Report::inside()]);
+        let own = std::process::id();
+        let mut all = beside(own);
+        all.retain(|&pid| pid != own && pid != 1);
+        return Ok(vec![Report { processes: look_at(all), ..Report::inside() }]);
     }
     let mut client = Client::connect(dir)?;
     if let Some(name) = &args.vrnic {
@@ -253,12 +273,12 @@ fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
             let how = format!("vRNIC {name} has no container; start one with `unirdma run --vrnic {name} -- CMD`");
             return Err(io::Error::other(how));
         }
-        return Ok(vec![Report::of(shown)]);
+        return Ok(vec![Report::of_container(shown)]);
     }
     let mut found = Vec::new();
     for name in container::all(&mut client)? {
         let shown = container::show(&mut client, &name)?;
-        found.extend(shown.container.is_some().then(|| Report::of(shown)));
+        found.extend(shown.container.is_some().then(|| Report::of_container(shown)));
     }
     if found.is_empty() {
         return Err(io::Error::other("no vRNIC has a container; start one with `unirdma run -- CMD`"));

@@ -3,20 +3,17 @@
 //! `/etc/ld.so.preload` names a library that leads all calls of libibverbs and librdmacm to ours
 //! (`crates/verbs/preload`). The files of these names that the loader would find are covered by ours (`mounts`).
 
-use std::ffi::{CString, OsStr};
+use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-use rustix::fs::CWD;
-use rustix::mount::{MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
-
 use crate::errors::context;
-use crate::masked;
+use crate::{masked, mounts};
 
 /// The names under which programs ask for our libraries.
-pub(crate) const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 /// The file in `/etc` that names libraries to preload.
 const NAME_FILE: &str = "ld.so.preload";
 /// The library to preload, beside the others.
@@ -45,12 +42,7 @@ pub(crate) fn set_up<'a>(
     if let Some(dir) = hidden.find(|d| fs::canonicalize(d).is_ok_and(|d| d.starts_with(&etc))) {
         return Err(io::Error::other(format!("{} is in /etc", dir.display())));
     }
-    let none: Option<&std::ffi::CStr> = None;
-    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
-        .map_err(context("cannot mount tmpfs"))?;
-    let made = name_library(staging, libraries);
-    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
-    made.and(gone)
+    mounts::staged(staging, || name_library(staging, libraries))
 }
 
 fn name_library(staging: &Path, libraries: &Path) -> io::Result<()> {
@@ -73,25 +65,21 @@ fn name_library(staging: &Path, libraries: &Path) -> io::Result<()> {
 /// Adds the files of `staging` to `/etc`.
 fn overlay(staging: &Path) -> io::Result<()> {
     // The overlay covers files that are mounted below /etc, such as resolv.conf in containers of docker.
-    let info = fs::read_to_string("/proc/self/mountinfo")?;
-    let below = masked::mounts(&info).map(|(_, at)| at).filter(|at| at.starts_with("/etc") && at != Path::new("/etc"));
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-    let copies: Vec<_> = below.filter_map(|at| Some((rustix::mount::open_tree(CWD, &at, flags).ok()?, at))).collect();
-    let layers = [b"lowerdir=/etc:", staging.as_os_str().as_bytes()].concat();
-    let layers = CString::new(layers).map_err(io::Error::other)?;
-    rustix::mount::mount("unirdma", "/etc", "overlay", MountFlags::RDONLY, Some(layers.as_c_str()))
-        .map_err(context("cannot mount an overlay on /etc"))?;
-    rustix::mount::mount_change("/etc", MountPropagationFlags::PRIVATE).map_err(context("cannot mount on /etc"))?;
-    for (copy, at) in copies {
-        let to = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
-        rustix::mount::move_mount(copy, "", CWD, &at, to).map_err(context(format!("cannot mount {}", at.display())))?;
-    }
-    Ok(())
+    let (info, etc) = (fs::read_to_string("/proc/self/mountinfo")?, Path::new("/etc"));
+    let below = masked::mounts(&info).map(|(_, at)| at).filter(|at| at.starts_with(etc) && at != etc);
+    let copies: Vec<_> = below.filter_map(|at| Some((mounts::copy(&at).ok()?, at))).collect();
+    mounts::overlay([etc, staging], etc)?;
+    copies.iter().try_for_each(|(copy, at)| mounts::attach(copy, at))
 }
 
-/// The files that the loader finds for a name: by its cache, and in its usual directories.
-pub(crate) fn resolved(name: &str) -> Vec<PathBuf> {
-    let cached = fs::read("/etc/ld.so.cache").map(|cache| in_cache(&cache, name)).unwrap_or_default();
+/// The files that the loader finds for each of the names: by its cache, and in its usual directories.
+pub(crate) fn resolved() -> [(&'static str, Vec<PathBuf>); 2] {
+    let cache = fs::read("/etc/ld.so.cache").unwrap_or_default();
+    NAMES.map(|name| (name, files(&cache, name)))
+}
+
+fn files(cache: &[u8], name: &str) -> Vec<PathBuf> {
+    let cached = in_cache(cache, name);
     let usual = USUAL.iter().map(|dir| Path::new(dir).join(name));
     // Several paths may lead to one file.
     let mut all: Vec<_> = cached.into_iter().chain(usual).filter_map(|path| fs::canonicalize(path).ok()).collect();

@@ -6,7 +6,7 @@
 //! flags.
 
 use std::cell::RefCell;
-use std::ffi::OsStr;
+use std::ffi::{CString, OsStr};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,15 +16,14 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat};
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, fsconfig_create,
-    fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags,
+    UnmountFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
 use crate::bind::Bind;
 use crate::errors::context;
 use crate::home::{self, Home, Show};
 use crate::idmap::Ids;
-use crate::loader;
 use crate::masked::Hidden;
 use crate::workdir::Working;
 
@@ -49,6 +48,8 @@ pub(crate) struct Plan<'a> {
     /// The vRNIC's directory.
     pub vrnic: &'a Path,
     pub libraries: &'a Path,
+    /// The system's files of the names of our libraries, which ours cover.
+    pub covered: &'a [(&'a str, Vec<PathBuf>)],
     /// Directories that do not show as they are; each comes after the directories that contain it.
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
@@ -148,6 +149,27 @@ pub(crate) fn copy(path: &Path) -> io::Result<OwnedFd> {
 pub(crate) fn attach(mount: &OwnedFd, path: &Path) -> io::Result<()> {
     move_mount(mount, "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
         .map_err(context(format!("cannot mount on {}", path.display())))
+}
+
+/// Mounts an overlay of these directories, the first on top, over `path`. Nothing can be written there.
+pub(crate) fn overlay(layers: [&Path; 2], path: &Path) -> io::Result<()> {
+    let [upper, lower] = layers.map(|l| l.as_os_str().as_bytes());
+    let options = CString::new([b"lowerdir=", upper, b":", lower].concat()).map_err(io::Error::other)?;
+    rustix::mount::mount("unirdma", path, "overlay", MountFlags::RDONLY, Some(options.as_c_str()))
+        .map_err(context(format!("cannot mount an overlay on {}", path.display())))?;
+    rustix::mount::mount_change(path, MountPropagationFlags::PRIVATE)
+        .map_err(context(format!("cannot mount on {}", path.display())))
+}
+
+/// Lets `make` work with an empty file system on `staging`, which is taken away afterwards. What `make` has mounted
+/// elsewhere of it stays.
+pub(crate) fn staged<T>(staging: &Path, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let none: Option<&std::ffi::CStr> = None;
+    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
+        .map_err(context("cannot mount tmpfs"))?;
+    let made = make();
+    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
+    gone.and(made)
 }
 
 const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
@@ -396,14 +418,13 @@ impl<'a> Copies<'a> {
             }
         }
         let mut covered = Vec::new();
-        for name in loader::NAMES {
-            let real = loader::resolved(name);
+        for (name, real) in plan.covered {
             if let Some(first) = real.first() {
                 covered.push((given(first.clone(), true)?.0, Path::new(REAL).join(name)));
             }
             let ours = fs::canonicalize(plan.libraries.join(name))?;
-            for at in real.into_iter().filter(|at| *at != ours) {
-                covered.push((given(ours.clone(), true)?.0, at));
+            for at in real.iter().filter(|at| **at != ours) {
+                covered.push((given(ours.clone(), true)?.0, at.clone()));
             }
         }
         let resolver = fs::canonicalize("/etc/resolv.conf").ok().filter(|p| p.starts_with("/run"));

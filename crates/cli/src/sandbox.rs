@@ -144,6 +144,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
         dir: sandbox.dir,
         vrnic: Path::new(&sandbox.info.dir),
         libraries: sandbox.libraries,
+        covered: &loader::resolved(),
         homes: sandbox.homes,
         working: sandbox.working,
         binds: sandbox.binds,

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use rustix::mount::{MountAttrFlags, MountFlags, MountPropagationFlags, UnmountFlags};
+use rustix::mount::MountAttrFlags;
 use unirdma_ipc::vrnic::VrnicInfo;
 
 use crate::errors::{self, context};
@@ -71,14 +71,10 @@ pub(crate) fn mount_own() -> io::Result<()> {
 /// # Errors
 /// A mount fails.
 pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, device: &str, net: Net) -> io::Result<Option<OwnedFd>> {
-    let none: Option<&std::ffi::CStr> = None;
-    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
-        .map_err(context("cannot mount tmpfs"))?;
-    let made =
-        class(&staging.join("class"), device).and_then(|()| devices(&staging.join("virtual"), info, device, net));
-    // Mounts of its subdirectories stay.
-    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
-    gone.and(made)
+    mounts::staged(staging, || {
+        class(&staging.join("class"), device)?;
+        devices(&staging.join("virtual"), info, device, net)
+    })
 }
 
 /// Makes the device's entries in `/sys/class`. `class`: an empty directory for them.
@@ -91,22 +87,11 @@ fn class(class: &Path, device: &str) -> io::Result<()> {
     link("infiniband_verbs/uverbs0", class.join("infiniband_verbs/uverbs0"))?;
     fs::write(class.join("infiniband_verbs/abi_version"), "6\n")?;
     let nets = mounts::copy(Path::new(NETS))?;
-    overlay(class)?;
+    // No directory can be made in a class.
+    mounts::overlay([class, Path::new("/sys/class")], Path::new("/sys/class"))?;
     mounts::attach(&nets, Path::new(NETS))?;
     // Hides the host's devices, which the overlay still shows.
     CLASSES.iter().try_for_each(|name| bind(&class.join(name), &Path::new("/sys/class").join(name)))
-}
-
-/// Mounts `class` as an overlay over `/sys/class`, in which no directory can be made.
-fn overlay(class: &Path) -> io::Result<()> {
-    let mut layers = b"lowerdir=".to_vec();
-    layers.extend_from_slice(class.as_os_str().as_encoded_bytes());
-    layers.extend_from_slice(b":/sys/class");
-    let options = std::ffi::CString::new(layers).map_err(io::Error::other)?;
-    rustix::mount::mount("unirdma", "/sys/class", "overlay", MountFlags::RDONLY, Some(options.as_c_str()))
-        .map_err(context("cannot mount an overlay on /sys/class"))?;
-    rustix::mount::mount_change("/sys/class", MountPropagationFlags::PRIVATE)
-        .map_err(context("cannot mount on /sys/class"))
 }
 
 fn bind(from: &Path, to: &Path) -> io::Result<()> {
