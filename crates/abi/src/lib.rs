@@ -7,6 +7,7 @@
 mod cm;
 mod command;
 mod config;
+pub mod container;
 pub mod lease;
 pub mod rfc;
 mod ring;

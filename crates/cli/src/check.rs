@@ -1,5 +1,5 @@
 //! `unirdma check`: whether programs use RDMA. For each process of a container it says which libibverbs it has, and for
-//! the vRNIC how much went by RDMA and by `eth0`, and how the memory of MRs is reached.
+//! the vRNIC how much went by RDMA and by Ethernet, and how the memory of MRs is reached.
 //!
 //! Inside of a container, where the virtual layer cannot be asked, the same comes from `/proc` and `/sys`.
 
@@ -16,7 +16,7 @@ use unirdma_supervisor::Client;
 
 use crate::container;
 use crate::loader::PRELOAD;
-use crate::mounts::VRNIC;
+use crate::mounts;
 use crate::print::{self, bytes, table};
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -64,14 +64,21 @@ struct Process {
     verdict: String,
 }
 
-/// The findings about a vRNIC, or about a process that has none.
-#[derive(Default, Serialize)]
-struct Report {
-    vrnic: Option<String>,
+/// The findings about a vRNIC.
+#[derive(Serialize)]
+struct Vrnic {
+    name: String,
     gids: Vec<String>,
     rdma: Option<Traffic>,
-    eth0: Option<Traffic>,
     memory: Vec<MrNote>,
+}
+
+/// The findings about a container, or about a process that is in none.
+#[derive(Default, Serialize)]
+struct Report {
+    vrnics: Vec<Vrnic>,
+    /// Of all Ethernet interfaces of the container.
+    ethernet: Option<Traffic>,
     processes: Vec<Process>,
 }
 
@@ -143,11 +150,15 @@ fn beside(first: u32) -> Vec<u32> {
     all
 }
 
-/// The traffic of `eth0` in the network namespace of a process (proc_net(5)).
-fn eth0(net: &str) -> Option<Traffic> {
-    let figures = net.lines().find_map(|l| l.trim().strip_prefix("eth0:"))?;
-    let figures: Vec<u64> = figures.split_whitespace().filter_map(|n| n.parse().ok()).collect();
-    Some(Traffic { received: *figures.first()?, sent: *figures.get(8)? })
+/// The traffic of all interfaces `eth0`, `eth1` and so on of a network namespace (proc_net(5)).
+fn ethernet(net: &str) -> Option<Traffic> {
+    let traffic = |line: &str| {
+        let (_, figures) = line.trim().strip_prefix("eth")?.split_once(':')?;
+        let figures: Vec<u64> = figures.split_whitespace().filter_map(|n| n.parse().ok()).collect();
+        Some(Traffic { received: *figures.first()?, sent: *figures.get(8)? })
+    };
+    let sum = |a: Traffic, b: Traffic| Traffic { sent: a.sent + b.sent, received: a.received + b.received };
+    net.lines().filter_map(traffic).reduce(sum)
 }
 
 /// The first process of a vRNIC's container.
@@ -160,70 +171,93 @@ fn look_at(all: Vec<u32>) -> Vec<Process> {
     all.into_iter().filter_map(|pid| Process::look(pid).ok()).collect()
 }
 
-impl Report {
-    /// A vRNIC, without processes.
-    fn of(v: VrnicInfo) -> Report {
-        let net = first(&v).and_then(|pid| fs::read_to_string(format!("/proc/{pid}/net/dev")).ok());
-        Report {
-            rdma: Some(Traffic { sent: v.counters.sent_bytes, received: v.counters.received_bytes }),
-            eth0: net.as_deref().and_then(eth0),
-            processes: Vec::new(),
-            vrnic: Some(v.name),
-            gids: v.gids,
-            memory: v.memory,
-        }
+impl Vrnic {
+    fn of(v: VrnicInfo) -> Vrnic {
+        let rdma = Some(Traffic { sent: v.counters.sent_bytes, received: v.counters.received_bytes });
+        Vrnic { name: v.name, gids: v.gids, rdma, memory: v.memory }
     }
 
-    /// A vRNIC with all processes of its container. The first one is `unirdma` itself, which is left out.
-    fn of_container(v: VrnicInfo) -> Report {
-        let first = first(&v);
-        let mut all = first.map(beside).unwrap_or_default();
-        all.retain(|&pid| Some(pid) != first);
-        Report { processes: look_at(all), ..Report::of(v) }
-    }
-
-    /// The vRNIC of the container in which this process is, without processes.
-    fn inside() -> Report {
-        let class = Path::new("/sys/class/infiniband");
-        let device = fs::read_dir(class).into_iter().flatten().flatten().next().map(|e| e.path());
-        let read = |file: &str| fs::read_to_string(device.as_ref()?.join(file)).ok();
+    /// The vRNIC of a device in `/sys`.
+    fn of_device(device: &Path) -> Vrnic {
+        let read = |file: &str| fs::read_to_string(device.join(file)).ok();
         // Counters of the port are in units of 4 bytes.
         let words = |file: &str| read(file)?.trim().parse::<u64>().ok().map(|n| n.saturating_mul(4));
         let rdma = words("ports/1/counters/port_xmit_data").zip(words("ports/1/counters/port_rcv_data"));
         let gids = (0..).map_while(|i| read(&format!("ports/1/gids/{i}"))).map(|gid| gid.trim().to_string());
-        Report {
-            vrnic: read("node_desc").map(|name| name.trim().into()),
+        Vrnic {
+            name: read("node_desc").unwrap_or_default().trim().into(),
             gids: gids.filter(|gid| gid.bytes().any(|b| b != b'0' && b != b':')).collect(),
             rdma: rdma.map(|(sent, received)| Traffic { sent, received }),
-            eth0: fs::read_to_string("/proc/net/dev").ok().as_deref().and_then(eth0),
             memory: Vec::new(),
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut text = table(&[
+            vec!["vRNIC".into(), self.name.clone()],
+            vec!["GIDs".into(), self.gids.join(", ")],
+            vec!["by RDMA".into(), traffic(self.rdma)],
+        ]);
+        if !self.memory.is_empty() {
+            text += &format!("\n\n{}", memory(&self.memory));
+        }
+        text
+    }
+}
+
+fn traffic(t: Option<Traffic>) -> String {
+    t.map_or("not known".into(), |t| format!("{} sent, {} received", bytes(t.sent), bytes(t.received)))
+}
+
+impl Report {
+    /// The containers of these vRNICs, without processes.
+    fn all(vrnics: impl Iterator<Item = VrnicInfo>) -> Vec<(Option<u32>, Report)> {
+        let mut found: Vec<(Option<u32>, Report)> = Vec::new();
+        for v in vrnics.filter(|v| v.container.is_some()) {
+            let first = first(&v);
+            match found.iter_mut().find(|(pid, _)| *pid == first) {
+                Some((_, report)) => report.vrnics.push(Vrnic::of(v)),
+                None => {
+                    let net = first.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/net/dev")).ok());
+                    let ethernet = net.as_deref().and_then(ethernet);
+                    found.push((first, Report { vrnics: vec![Vrnic::of(v)], ethernet, processes: Vec::new() }));
+                }
+            }
+        }
+        found
+    }
+
+    /// The container with all its processes. The first one is `unirdma` itself, which is left out.
+    fn with_processes((first, report): (Option<u32>, Report)) -> Report {
+        let mut all = first.map(beside).unwrap_or_default();
+        all.retain(|&pid| Some(pid) != first);
+        Report { processes: look_at(all), ..report }
+    }
+
+    /// The container in which this process is, without processes.
+    fn inside() -> Report {
+        let entries = fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
+        let mut devices: Vec<_> = entries.map(|e| e.path()).collect();
+        devices.sort();
+        Report {
+            vrnics: devices.iter().map(|device| Vrnic::of_device(device)).collect(),
+            ethernet: fs::read_to_string("/proc/net/dev").ok().as_deref().and_then(ethernet),
             processes: Vec::new(),
         }
     }
 
     fn text(&self) -> String {
-        let traffic = |t: Option<Traffic>| {
-            t.map_or("not known".into(), |t| format!("{} sent, {} received", bytes(t.sent), bytes(t.received)))
-        };
-        let mut text = String::new();
-        if let Some(name) = &self.vrnic {
-            text += &table(&[
-                vec!["vRNIC".into(), name.clone()],
-                vec!["GIDs".into(), self.gids.join(", ")],
-                vec!["by RDMA".into(), traffic(self.rdma)],
-                vec!["by eth0".into(), traffic(self.eth0)],
-            ]);
-            text += "\n\n";
-        }
-        if !self.memory.is_empty() {
-            text += &format!("{}\n\n", memory(&self.memory));
+        let mut parts: Vec<_> = self.vrnics.iter().map(Vrnic::text).collect();
+        if !self.vrnics.is_empty() {
+            parts.push(table(&[vec!["by Ethernet".into(), traffic(self.ethernet)]]));
         }
         let head = ["PID", "COMMAND", "LIBIBVERBS"].map(String::from).to_vec();
         let row = |p: &Process| vec![p.pid.to_string(), p.command.clone(), p.verdict.clone()];
-        if self.processes.is_empty() {
-            return text + "no processes";
-        }
-        text + &table(&std::iter::once(head).chain(self.processes.iter().map(row)).collect::<Vec<_>>())
+        parts.push(match &self.processes[..] {
+            [] => "no processes".into(),
+            all => table(&std::iter::once(head).chain(all.iter().map(row)).collect::<Vec<_>>()),
+        });
+        parts.join("\n\n")
     }
 }
 
@@ -241,24 +275,23 @@ fn memory(notes: &[MrNote]) -> String {
 
 /// Whether this process is in a container that has a vRNIC, and not beside the virtual layer.
 fn is_inside(dir: &Path) -> bool {
-    Path::new(VRNIC).join("vhost.sock").exists() && !dir.join("admin.sock").exists()
+    !mounts::vrnics().is_empty() && !dir.join("admin.sock").exists()
 }
 
 fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
     if let Some(pid) = args.process {
         let process = Process::look(pid)?;
-        let mut report = match Client::connect(dir) {
+        let found = match Client::connect(dir) {
             Err(_) if is_inside(dir) => Report::inside(),
             Err(_) => Report::default(),
             Ok(mut client) => {
                 let all = container::all(&mut client)?;
-                let mut shown = all.iter().filter_map(|name| container::show(&mut client, name).ok());
+                let shown = all.iter().filter_map(|name| container::show(&mut client, name).ok());
                 let has = |v: &VrnicInfo| first(v).and_then(space).is_some_and(|s| Some(s) == space(pid));
-                shown.find(has).map(Report::of).unwrap_or_default()
+                Report::all(shown.filter(has)).pop().map(|(_, report)| report).unwrap_or_default()
             }
         };
-        report.processes = vec![process];
-        return Ok(vec![report]);
+        return Ok(vec![Report { processes: vec![process], ..found }]);
     }
     if is_inside(dir) && args.vrnic.is_none() {
         let own = std::process::id();
@@ -267,19 +300,19 @@ fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
         return Ok(vec![Report { processes: look_at(all), ..Report::inside() }]);
     }
     let mut client = Client::connect(dir)?;
+    let mut shown: Vec<_> = container::all(&mut client)?
+        .iter()
+        .map(|name| container::show(&mut client, name))
+        .collect::<io::Result<_>>()?;
     if let Some(name) = &args.vrnic {
-        let shown = container::show(&mut client, name)?;
-        if shown.container.is_none() {
+        let named = container::show(&mut client, name)?;
+        if named.container.is_none() {
             let how = format!("vRNIC {name} has no container; start one with `unirdma run --vrnic {name} -- CMD`");
             return Err(io::Error::other(how));
         }
-        return Ok(vec![Report::of_container(shown)]);
+        shown.retain(|v| v.container == named.container);
     }
-    let mut found = Vec::new();
-    for name in container::all(&mut client)? {
-        let shown = container::show(&mut client, &name)?;
-        found.extend(shown.container.is_some().then(|| Report::of_container(shown)));
-    }
+    let found: Vec<_> = Report::all(shown.into_iter()).into_iter().map(Report::with_processes).collect();
     if found.is_empty() {
         return Err(io::Error::other("no vRNIC has a container; start one with `unirdma run -- CMD`"));
     }
@@ -322,9 +355,11 @@ mod tests {
     }
 
     #[test]
-    fn the_traffic_of_eth0_is_read() {
-        let net = "Inter-| Receive\n face |bytes\n    lo: 1 2 3 4 5 6 7 8 9 10\n  eth0: 100 2 0 0 0 0 0 0 300 4 0 0 0 0 0 0\n";
-        assert_eq!(eth0(net), Some(Traffic { sent: 300, received: 100 }));
-        assert_eq!(eth0("lo: 1"), None);
+    fn the_traffic_of_ethernet_is_read() {
+        let head = "Inter-| Receive\n face |bytes\n    lo: 1 2 3 4 5 6 7 8 9 10\n";
+        let net =
+            format!("{head}  eth0: 100 2 0 0 0 0 0 0 300 4 0 0 0 0 0 0\n  eth1:1 2 0 0 0 0 0 0 3 4 0 0 0 0 0 0\n");
+        assert_eq!(ethernet(&net), Some(Traffic { sent: 303, received: 101 }));
+        assert_eq!(ethernet("lo: 1"), None);
     }
 }

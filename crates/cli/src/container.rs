@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 use rustix::process::PidfdFlags;
 use rustix::thread::UnshareFlags;
+use unirdma_abi::container::MAX_VRNICS;
 use unirdma_ipc::fdpass;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
@@ -21,7 +22,7 @@ use crate::bind::{self, Bind};
 use crate::home::{self, Show};
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
-use crate::sysfs;
+use crate::sysfs::{self, Device};
 use crate::unnamed::{self, Taken};
 use crate::workdir;
 
@@ -30,6 +31,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run -- ib_write_bw 10.77.0.1                    # in a second terminal: its peer
   unirdma run --vrnic a -- ibv_devinfo -v
   unirdma run --vrnic a --device-name mlx5_0 -- ib_write_bw -d mlx5_0
+  unirdma run --vrnic a --vrnic b -- ucx_perftest ...     # two devices, unirdma0 and unirdma1
   unirdma run --vrnic a --net host -- ./my_server         # share the host's network
   unirdma run --vrnic a --bind /data:ro --bind /scratch -- ./my_job
   unirdma run --vrnic a --bind /dev/nvidia0 --bind /dev/nvidiactl --bind /dev/nvidia-uvm -- ./my_job
@@ -48,10 +50,10 @@ Exit code: that of the command; 127 if it does not exist, 126 if it cannot be ru
 
 #[derive(Args)]
 pub(crate) struct RunArgs {
-    /// The vRNIC that the container gets [default: one of group `default` that nothing uses, else a new one, which ends
-    /// with the command]
+    /// The vRNIC that the container gets; may be given more than once for vRNICs of one group [default: one of group
+    /// `default` that nothing uses, else a new one, which ends with the command]
     #[arg(long, value_name = "NAME", conflicts_with = "new")]
-    vrnic: Option<String>,
+    vrnic: Vec<String>,
     /// A new vRNIC of group `default`, which ends with the command, also if there are others that nothing uses
     #[arg(long)]
     new: bool,
@@ -68,7 +70,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Show::Ro)]
     home: Show,
     /// Name of the RDMA device, 1 to 63 letters, digits, `_`, `.`, `-`, for programs and scripts that ask for one, such
-    /// as mlx5_0
+    /// as mlx5_0. Devices of further vRNICs count on from it: mlx5_1
     #[arg(long, value_name = "NAME", default_value = "unirdma0", value_parser = device_name)]
     device_name: String,
     /// Do not preload our library into every program. Programs that bring a libibverbs of their own then find no device
@@ -124,16 +126,60 @@ pub(crate) fn all(client: &mut Client) -> io::Result<Vec<String>> {
     }
 }
 
-pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
-    let Taken { mut client, info, host } = match &args.vrnic {
-        Some(name) => {
-            let mut client = Client::connect(dir)?;
-            let info = show(&mut client, name)?;
-            Taken { client, info, host: None }
+/// The names of a container's devices, of which the first is `first`.
+///
+/// # Errors
+/// The longest one is too long.
+fn device_names(first: &str, count: usize) -> io::Result<Vec<String>> {
+    if count == 1 {
+        return Ok(vec![first.into()]);
+    }
+    let before = first.trim_end_matches(|c: char| c.is_ascii_digit());
+    let number: usize =
+        if before == first { Ok(0) } else { first[before.len()..].parse() }.map_err(io::Error::other)?;
+    let names = (0..count).map(|i| device_name(&format!("{before}{}", number.saturating_add(i))));
+    names.collect::<Result<_, _>>().map_err(|e| io::Error::other(format!("--device-name {first}: {e}")))
+}
+
+/// The vRNICs that were asked for, each with the connection that holds it.
+///
+/// # Errors
+/// One line: there is none of a name, or they cannot be in one container.
+fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, VrnicInfo)>> {
+    if names.len() > MAX_VRNICS {
+        return Err(io::Error::other(format!("a container has at most {MAX_VRNICS} vRNICs")));
+    }
+    let mut all: Vec<(Client, VrnicInfo)> = Vec::new();
+    for name in names {
+        let mut client = Client::connect(dir)?;
+        let info = show(&mut client, name)?;
+        if all.iter().any(|(_, other)| other.name == info.name) {
+            return Err(io::Error::other(format!("--vrnic {name} is given twice")));
         }
+        if let Some((_, first)) = all.first().filter(|(_, first)| first.group != info.group) {
+            let (a, b) = (&first.group, &info.group);
+            return Err(io::Error::other(format!(
+                "vRNIC {} is of group {a}, and {name} of group {b}: all vRNICs of a container are of one group",
+                first.name
+            )));
+        }
+        all.push((client, info));
+    }
+    Ok(all)
+}
+
+pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
+    let (held, host) = if args.vrnic.is_empty() {
         // Nothing is started for a command that cannot run.
-        None => library_dir().and_then(|_| unnamed::take(dir, args.new, args.quiet))?,
+        let Taken { client, info, host } = library_dir().and_then(|_| unnamed::take(dir, args.new, args.quiet))?;
+        (vec![(client, info)], host)
+    } else {
+        (named(dir, &args.vrnic)?, None)
     };
+    let (mut clients, vrnics): (Vec<_>, Vec<_>) = held.into_iter().unzip();
+    let names = device_names(&args.device_name, vrnics.len())?;
+    let named = vrnics.iter().zip(&names).enumerate();
+    let devices: Vec<_> = named.map(|(number, (info, name))| Device { info, name, number }).collect();
     let libraries = library_dir()?;
     home::forget_tokens();
     let homes = home::all(args.home)?;
@@ -146,12 +192,11 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     let (pid, nested) = match fork()? {
         (Some(pid), nested) => (pid, nested),
         (None, nested) => {
-            drop((client, ours));
+            drop((clients, ours));
             let sandbox = Sandbox {
                 dir,
-                info: &info,
+                devices: &devices,
                 libraries: &libraries,
-                device: &args.device_name,
                 own_net: args.net == Net::Own,
                 homes: &homes,
                 working: working.as_ref(),
@@ -164,15 +209,15 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
         }
     };
     drop(theirs);
-    match serve(&mut client, (dir, &info, &args.device_name), pid, ours, nested) {
+    match serve(&mut clients, dir, &devices, pid, ours, nested) {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
-            // Frees the vRNIC before this command ends, so that the next container can have it at once. An error is
+            // Frees the vRNICs before this command ends, so that the next container can have them at once. An error is
             // ignored: a virtual layer that is gone has no container left. The virtual layer still passes on the last
             // frames that the container sent, which needs the container's network; so the network is dropped
             // afterwards.
-            let detached = client.ask(&Request::Detach, None);
+            let detached: io::Result<Vec<_>> = clients.iter_mut().map(|c| c.ask(&Request::Detach, None)).collect();
             drop(network);
             if let (Err(_), Some(host)) = (detached, host) {
                 unnamed::wait_for_end(dir, host);
@@ -204,8 +249,9 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
 /// Takes the steps that need a process outside of the new namespaces. Returns a descriptor that keeps the container's
 /// network alive, if it has one of its own. Returns early if the child has failed; it has printed why.
 fn serve(
-    client: &mut Client,
-    (dir, info, device): (&Path, &VrnicInfo, &str),
+    clients: &mut [Client],
+    dir: &Path,
+    devices: &[Device<'_>],
     pid: i32,
     mut sock: UnixStream,
     nested: bool,
@@ -220,22 +266,26 @@ fn serve(
     }
     let mut came = loop {
         let (1, came) = fdpass::receive(sock.as_fd(), &mut step)? else { return Ok(None) };
-        let mut came = came.into_iter();
         if step == [READY] {
-            break came;
+            break came.into_iter();
         }
-        let (Some(net), Some(files)) = (sysfs::Net::of_step(step[0]), came.next()) else { return Ok(None) };
-        if let Err(e) = sysfs::serve(files, dir, info, device, net) {
-            eprintln!("unirdma: the files of the RDMA device in /sys cannot be read: {e}");
+        let Some(net) = sysfs::Net::of_step(step[0]) else { return Ok(None) };
+        for (device, files) in devices.iter().zip(came) {
+            if let Err(e) = sysfs::serve(files, dir, *device, net) {
+                eprintln!("unirdma: the files of {} in /sys cannot be read: {e}", device.name);
+            }
         }
     };
-    let vrnic = &info.name;
-    if let Some(frames) = came.next() {
-        client.ask(&Request::Attach { name: vrnic.into() }, Some(frames.as_fd()))?;
-    }
     let first = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pidfd = rustix::process::pidfd_open(first, PidfdFlags::empty())?;
-    client.ask(&Request::Container { name: vrnic.into() }, Some(pidfd.as_fd()))?;
+    let own_net = came.len() > 0;
+    for (client, device) in clients.iter_mut().zip(devices) {
+        let name = &device.info.name;
+        if let Some(frames) = own_net.then(|| came.next()).flatten() {
+            client.ask(&Request::Attach { name: name.into() }, Some(frames.as_fd()))?;
+        }
+        client.ask(&Request::Container { name: name.into() }, Some(pidfd.as_fd()))?;
+    }
     process::pass_signals_to(pid, false);
     sock.write_all(&[GO])?;
     Ok(came.next())
@@ -265,4 +315,20 @@ fn all_ids(file: &str) -> String {
         Some(format!("{0} {0} {1}\n", words.first()?, words.get(2)?))
     };
     own.lines().filter_map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::device_names;
+
+    #[test]
+    fn devices_count_on_from_the_first_name() {
+        assert_eq!(device_names("mlx5_0", 1).unwrap(), ["mlx5_0"]);
+        assert_eq!(device_names("mlx5_0", 3).unwrap(), ["mlx5_0", "mlx5_1", "mlx5_2"]);
+        assert_eq!(device_names("mlx5_9", 2).unwrap(), ["mlx5_9", "mlx5_10"]);
+        assert_eq!(device_names("rdma", 2).unwrap(), ["rdma0", "rdma1"]);
+        assert_eq!(device_names("7", 2).unwrap(), ["7", "8"]);
+        assert!(device_names(&"x".repeat(63), 2).is_err());
+        assert!(device_names(&"9".repeat(40), 2).is_err());
+    }
 }

@@ -12,7 +12,7 @@ use rustix::thread::{ThreadNameSpaceType, UnshareFlags};
 use unirdma_supervisor::{Client, VHOST_SOCKET};
 
 use crate::container::show;
-use crate::mounts::VRNIC;
+use crate::mounts;
 use crate::process::{self, Foreground};
 use crate::{confine, home, idmap, sandbox};
 
@@ -77,7 +77,7 @@ pub(crate) fn exec(dir: &Path, args: &ExecArgs) -> io::Result<u8> {
             "cannot enter the container of vRNIC {name} ({e}); only who has started it and root can"
         )),
     })?;
-    if identity(Path::new(VRNIC)).ok() != Some(expected) {
+    if !mounts::vrnics().iter().any(|dir| identity(dir).ok() == Some(expected)) {
         return Err(io::Error::other(format!(
             "what runs as the container of vRNIC {name} is none that has this vRNIC"
         )));

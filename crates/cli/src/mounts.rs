@@ -20,6 +20,9 @@ use rustix::mount::{
     UnmountFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
 };
 
+use unirdma_abi::container::{MAX_VRNICS, vrnic_dir};
+use unirdma_supervisor::VHOST_SOCKET;
+
 use crate::bind::Bind;
 use crate::errors::context;
 use crate::home::{self, Home, Show};
@@ -27,8 +30,7 @@ use crate::idmap::Ids;
 use crate::masked::Hidden;
 use crate::workdir::Working;
 
-/// Directories in which programs find their vRNIC's socket, and our libraries.
-pub(crate) const VRNIC: &str = "/run/unirdma";
+/// The directory in which programs find our libraries.
 pub(crate) const LIBRARIES: &str = "/run/unirdma-lib";
 /// Directory of what our libraries cover: the real ones, which programs on a VF use.
 const REAL: &str = "/run/unirdma-lib/real";
@@ -45,8 +47,8 @@ const OPEN_DEVICES: [&str; 3] = ["userfaultfd", "net/tun", "fuse"];
 pub(crate) struct Plan<'a> {
     /// The virtual layer's directory, which the container must not see.
     pub dir: &'a Path,
-    /// The vRNIC's directory.
-    pub vrnic: &'a Path,
+    /// The vRNICs' directories.
+    pub vrnics: &'a [&'a Path],
     pub libraries: &'a Path,
     /// The system's files of the names of our libraries, which ours cover.
     pub covered: &'a [(&'a str, Vec<PathBuf>)],
@@ -57,6 +59,12 @@ pub(crate) struct Plan<'a> {
     pub ids: Ids,
     /// The container's user namespace.
     pub users: BorrowedFd<'a>,
+}
+
+/// The directories of the vRNICs of the container in which this process is.
+pub(crate) fn vrnics() -> Vec<PathBuf> {
+    let dirs = (0..MAX_VRNICS).map(|number| PathBuf::from(vrnic_dir(number)));
+    dirs.take_while(|dir| dir.join(VHOST_SOCKET).exists()).collect()
 }
 
 const CLONE: OpenTreeFlags =
@@ -377,7 +385,7 @@ struct Copies<'a> {
     /// Names in the working directory that are read-only.
     guarded: Vec<(Tree, PathBuf)>,
     binds: Vec<(Tree, &'a Bind)>,
-    vrnic: Tree,
+    vrnics: Vec<(Tree, PathBuf)>,
     libraries: Vec<(Tree, PathBuf)>,
     /// The libraries that ours cover.
     covered: Vec<(Tree, PathBuf)>,
@@ -435,15 +443,19 @@ impl<'a> Copies<'a> {
                 devices.push((Tree::copy(&path)?, path));
             }
         }
-        // For programs that look for a character device of RDMA. Our library opens none.
-        devices.push((Tree::copy(Path::new("/dev/null"))?, "/dev/infiniband/uverbs0".into()));
+        let mut vrnics = Vec::new();
+        for (number, dir) in plan.vrnics.iter().enumerate() {
+            vrnics.push((Tree::copy(dir)?.harmless(true, false)?, vrnic_dir(number).into()));
+            // For programs that look for a character device of RDMA. Our library opens none.
+            devices.push((Tree::copy(Path::new("/dev/null"))?, format!("/dev/infiniband/uverbs{number}").into()));
+        }
         Ok(Copies {
             top: shown(Path::new("/"), |name| !OWN.iter().any(|o| name == *o))?,
             homes,
             working,
             guarded,
             binds,
-            vrnic: Tree::copy(plan.vrnic)?.harmless(true, false)?,
+            vrnics,
             libraries,
             covered,
             resolver: resolver.map(|p| Ok::<_, io::Error>((Tree::copy(&p)?.harmless(true, false)?, p))).transpose()?,
@@ -515,8 +527,7 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
         root.put_within_reach(tree, &bind.target)?;
         covers.give(&bind.source, &bind.target)?;
     }
-    root.put(&copies.vrnic, Path::new(VRNIC))?;
-    for (tree, path) in copies.libraries.iter().chain(&copies.covered) {
+    for (tree, path) in copies.vrnics.iter().chain(&copies.libraries).chain(&copies.covered) {
         root.put(tree, path)?;
     }
     hide(&hidden, &root, proc, &dir)?;

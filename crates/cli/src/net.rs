@@ -1,6 +1,6 @@
-//! The network of a container: one Ethernet interface whose frames the virtual layer switches.
+//! The network of a container: an Ethernet interface for each vRNIC, whose frames the virtual layer switches.
 //!
-//! `eth0` is a tap or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is read through a
+//! An interface is a tap or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is read through a
 //! packet socket. Neither needs a privilege outside of the container's own namespaces.
 
 use std::io;
@@ -8,8 +8,13 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use unirdma_ipc::vrnic::IpNet;
 
-const NAME: &[u8] = b"eth0";
-const UPLINK: &[u8] = b"uplink0";
+/// An interface to make.
+pub(crate) struct Interface<'a> {
+    pub name: String,
+    pub mac: [u8; 6],
+    pub mtu: u32,
+    pub ips: &'a [IpNet],
+}
 
 fn check(r: i32, what: &str) -> io::Result<i32> {
     if r < 0 {
@@ -25,10 +30,10 @@ fn owned(fd: i32, what: &str) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-fn ifreq(name: &[u8]) -> libc::ifreq {
+fn ifreq(name: &str) -> libc::ifreq {
     // SAFETY: all zero is a valid ifreq.
     let mut r: libc::ifreq = unsafe { std::mem::zeroed() };
-    for (d, s) in r.ifr_name.iter_mut().zip(name) {
+    for (d, s) in r.ifr_name.iter_mut().zip(name.as_bytes()) {
         *d = *s as libc::c_char;
     }
     r
@@ -44,42 +49,42 @@ fn ioctl(fd: &OwnedFd, request: libc::c_ulong, r: &mut libc::ifreq, what: &str) 
     check(unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(r)) }, what).map(|_| ())
 }
 
-fn index(ctl: &OwnedFd, name: &[u8]) -> io::Result<i32> {
+fn index(ctl: &OwnedFd, name: &str) -> io::Result<i32> {
     let mut r = ifreq(name);
     ioctl(ctl, libc::SIOCGIFINDEX, &mut r, "interface index")?;
     // SAFETY: SIOCGIFINDEX has set this member.
     Ok(unsafe { r.ifr_ifru.ifru_ifindex })
 }
 
-fn up(ctl: &OwnedFd, name: &[u8]) -> io::Result<()> {
+fn up(ctl: &OwnedFd, name: &str) -> io::Result<()> {
     let mut r = ifreq(name);
     r.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
     ioctl(ctl, libc::SIOCSIFFLAGS, &mut r, "bringing an interface up")
 }
 
-fn tap() -> io::Result<OwnedFd> {
+fn tap(name: &str) -> io::Result<OwnedFd> {
     // SAFETY: plain system call with a C string.
     let fd = owned(
         unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC | libc::O_NONBLOCK) },
         "/dev/net/tun",
     )?;
-    let mut r = ifreq(NAME);
+    let mut r = ifreq(name);
     r.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
     ioctl(&fd, libc::TUNSETIFF as libc::c_ulong, &mut r, "creating a tap")?;
     Ok(fd)
 }
 
-/// Makes eth0 one end of a veth pair and returns a packet socket on the other end.
-fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
+/// Makes an interface as one end of a veth pair, and returns a packet socket on the other end.
+fn veth(ctl: &OwnedFd, name: &str, uplink: &str) -> io::Result<OwnedFd> {
     let mut peer = vec![0; 16];
-    attr(&mut peer, 3, &[UPLINK, b"\0"].concat());
+    attr(&mut peer, 3, &[uplink.as_bytes(), b"\0"].concat());
     let mut data = Vec::new();
     attr(&mut data, 1, &peer);
     let mut info = Vec::new();
     attr(&mut info, 1, b"veth\0");
     attr(&mut info, 2, &data);
     let mut link = vec![0; 16];
-    attr(&mut link, 3, &[NAME, b"\0"].concat());
+    attr(&mut link, 3, &[name.as_bytes(), b"\0"].concat());
     attr(&mut link, 18, &info);
     const CREATE: u16 = 0x400 | 0x200;
     netlink(libc::RTM_NEWLINK, CREATE, &link)
@@ -87,15 +92,15 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
     // Turns offloads off: frames leave the kernel as they are, and nothing fills in checksums or cuts segments later.
     for command in [0x17u32, 0x1f, 0x21, 0x24] {
         let mut value = [command, 0];
-        let mut r = ifreq(NAME);
+        let mut r = ifreq(name);
         r.ifr_ifru.ifru_data = value.as_mut_ptr().cast();
         const SIOCETHTOOL: libc::c_ulong = 0x8946;
         let _ = ioctl(ctl, SIOCETHTOOL, &mut r, "offloads");
     }
     // The uplink only carries frames; it has no addresses. It must be up before it is bound to.
-    let _ = std::fs::write("/proc/sys/net/ipv6/conf/uplink0/disable_ipv6", "1");
-    set_mtu(ctl, UPLINK, 9000)?;
-    up(ctl, UPLINK)?;
+    let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{uplink}/disable_ipv6"), "1");
+    set_mtu(ctl, uplink, 9000)?;
+    up(ctl, uplink)?;
     let all = (libc::ETH_P_ALL as u16).to_be();
     // SAFETY: plain system call.
     let fd =
@@ -106,7 +111,7 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
         let mut a: libc::sockaddr_ll = std::mem::zeroed();
         a.sll_family = libc::AF_PACKET as u16;
         a.sll_protocol = all;
-        a.sll_ifindex = index(ctl, UPLINK)?;
+        a.sll_ifindex = index(ctl, uplink)?;
         check(libc::bind(fd.as_raw_fd(), std::ptr::from_ref(&a).cast(), size_of_val(&a) as u32), "packet socket")?;
         let one = 1i32;
         const PACKET_IGNORE_OUTGOING: i32 = 23;
@@ -115,7 +120,7 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-fn set_mtu(ctl: &OwnedFd, name: &[u8], mtu: u32) -> io::Result<()> {
+fn set_mtu(ctl: &OwnedFd, name: &str, mtu: u32) -> io::Result<()> {
     let mut r = ifreq(name);
     r.ifr_ifru.ifru_mtu = mtu as i32;
     ioctl(ctl, libc::SIOCSIFMTU, &mut r, "setting the MTU")
@@ -168,56 +173,106 @@ fn add_address(ip: &IpNet, link: i32) -> io::Result<()> {
     netlink(libc::RTM_NEWADDR, 0x400 | 0x200, &m)
 }
 
+/// The routing table for packets that an interface's addresses send; the first interface has the main one. Numbers up to
+/// 255 may have other uses.
+fn table(number: usize) -> u32 {
+    const MAIN: u32 = 254;
+    if number == 0 { MAIN } else { 1000 + number as u32 }
+}
+
+/// The message of a route or a rule: a `struct rtmsg` or `struct fib_rule_hdr`, which are alike, and the table.
+fn route(family: u8, source_bits: u8, table: u32, [protocol, scope, kind]: [u8; 3]) -> Vec<u8> {
+    const TABLE: u16 = 15;
+    let mut m = vec![family, 0, source_bits, 0, 0, protocol, scope, kind, 0, 0, 0, 0];
+    attr(&mut m, TABLE, &table.to_ne_bytes());
+    m
+}
+
 /// Adds a default route to the link. The group is one flat network, so all other addresses are on the link.
-fn add_default_route(family: u8, link: i32) -> io::Result<()> {
-    const MAIN: u8 = 254;
+fn add_default_route(family: u8, link: i32, table: u32) -> io::Result<()> {
     const BOOT: u8 = 3;
     const LINK_SCOPE: u8 = 253;
     const UNICAST: u8 = 1;
-    let mut m = vec![family, 0, 0, 0, MAIN, BOOT, LINK_SCOPE, UNICAST, 0, 0, 0, 0];
+    let mut m = route(family, 0, table, [BOOT, LINK_SCOPE, UNICAST]);
     attr(&mut m, 4, &link.to_ne_bytes());
     netlink(libc::RTM_NEWROUTE, 0x400 | 0x200, &m)
 }
 
-/// Sets up lo and eth0 in the current network namespace. Returns the descriptor that carries eth0's frames, and one
-/// that keeps the namespace in existence.
+/// Has packets that an address sends go by a routing table.
+fn add_rule(ip: &IpNet, table: u32) -> io::Result<()> {
+    const TO_TABLE: u8 = 1;
+    const SOURCE: u16 = 2;
+    let (family, bytes) = octets(ip);
+    let mut m = route(family, bytes.len() as u8 * 8, table, [0, 0, TO_TABLE]);
+    attr(&mut m, SOURCE, &bytes);
+    netlink(libc::RTM_NEWRULE, 0x400 | 0x200, &m)
+}
+
+/// Sets up lo and the interfaces in the current network namespace. Returns the descriptors that carry the interfaces'
+/// frames, and one more that keeps the namespace in existence.
 ///
 /// # Errors
 /// A step fails.
-pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<[OwnedFd; 2]> {
+pub(crate) fn set_up(interfaces: &[Interface<'_>]) -> io::Result<Vec<OwnedFd>> {
     let ctl = control()?;
-    up(&ctl, b"lo")?;
-    let fd = tap().or_else(|tap_error| {
-        veth(&ctl).map_err(|e| {
+    up(&ctl, "lo")?;
+    if interfaces.len() > 1 {
+        // All are in one network. Each answers for its own addresses, and asks from them.
+        for (file, value) in [("arp_ignore", "1"), ("arp_announce", "2")] {
+            let path = format!("/proc/sys/net/ipv4/conf/all/{file}");
+            std::fs::write(&path, value).map_err(|e| io::Error::new(e.kind(), format!("{path}: {e}")))?;
+        }
+    }
+    let mut made = Vec::new();
+    for (number, interface) in interfaces.iter().enumerate() {
+        made.push(add_interface(&ctl, number, interface)?);
+    }
+    made.push(ctl);
+    Ok(made)
+}
+
+fn add_interface(
+    ctl: &OwnedFd,
+    number: usize,
+    Interface { name, mac, mtu, ips }: &Interface<'_>,
+) -> io::Result<OwnedFd> {
+    let fd = tap(name).or_else(|tap_error| {
+        veth(ctl, name, &format!("uplink{number}")).map_err(|e| {
             io::Error::new(
                 e.kind(),
                 format!("no interface for the container: {tap_error}; {e}; use --net host to share the host's network"),
             )
         })
     })?;
-    let mut r = ifreq(NAME);
+    let mut r = ifreq(name);
     r.ifr_ifru.ifru_hwaddr.sa_family = libc::ARPHRD_ETHER;
     // SAFETY: the union's member for a hardware address was just begun to be filled.
     unsafe {
         for (d, s) in r.ifr_ifru.ifru_hwaddr.sa_data.iter_mut().zip(mac) {
-            *d = s as libc::c_char;
+            *d = *s as libc::c_char;
         }
     }
-    ioctl(&ctl, libc::SIOCSIFHWADDR, &mut r, "setting the MAC")?;
-    set_mtu(&ctl, NAME, mtu)?;
+    ioctl(ctl, libc::SIOCSIFHWADDR, &mut r, "setting the MAC")?;
+    set_mtu(ctl, name, *mtu)?;
     // The virtual layer assigns addresses, so there are no duplicates to detect.
-    let _ = std::fs::write("/proc/sys/net/ipv6/conf/eth0/accept_dad", "0");
-    up(&ctl, NAME)?;
-    let link = index(&ctl, NAME)?;
-    for ip in ips {
-        add_address(ip, link).map_err(|e| io::Error::new(e.kind(), format!("address {ip}: {e}")))?;
+    let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/accept_dad"), "0");
+    up(ctl, name)?;
+    let link = index(ctl, name)?;
+    let table = table(number);
+    for ip in *ips {
+        let of = |e: io::Error| io::Error::new(e.kind(), format!("address {ip}: {e}"));
+        add_address(ip, link).map_err(of)?;
+        if number > 0 {
+            add_rule(ip, table).map_err(of)?;
+        }
     }
     for family in [libc::AF_INET as u8, libc::AF_INET6 as u8] {
         if ips.iter().any(|ip| octets(ip).0 == family) {
-            add_default_route(family, link).map_err(|e| io::Error::new(e.kind(), format!("default route: {e}")))?;
+            add_default_route(family, link, table)
+                .map_err(|e| io::Error::new(e.kind(), format!("default route: {e}")))?;
         }
     }
-    Ok([fd, ctl])
+    Ok(fd)
 }
 
 /// The interface of this network namespace that has an address.

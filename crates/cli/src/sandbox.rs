@@ -19,14 +19,13 @@ use rustix::process::DumpableBehavior;
 use rustix::thread::UnshareFlags;
 use unirdma_formats::Mac;
 use unirdma_ipc::fdpass;
-use unirdma_ipc::vrnic::VrnicInfo;
 
 use crate::bind::Bind;
 use crate::errors::{self, context};
 use crate::home::{Home, Show};
 use crate::idmap::{Ids, Namespaces};
-use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC};
-use crate::sysfs::{self, Net};
+use crate::mounts::{self, Built, LIBRARIES, Plan};
+use crate::sysfs::{self, Device, Net};
 use crate::workdir::Working;
 use crate::{confine, loader, process};
 
@@ -34,10 +33,8 @@ use crate::{confine, loader, process};
 pub(crate) struct Sandbox<'a> {
     /// The virtual layer's directory.
     pub dir: &'a Path,
-    pub info: &'a VrnicInfo,
+    pub devices: &'a [Device<'a>],
     pub libraries: &'a Path,
-    /// The name of the RDMA device.
-    pub device: &'a str,
     pub own_net: bool,
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
@@ -131,10 +128,13 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
     let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
-    match sysfs::set_up(sandbox.dir, sandbox.info, sandbox.device, net) {
+    match sysfs::set_up(sandbox.dir, sandbox.devices, net) {
         // From here on the outside serves the files, which the steps below may touch.
-        Ok(Some(files)) => fdpass::send(sock.as_fd(), &[net.step()], &[files.as_fd()]).map(drop)?,
-        Ok(None) => {}
+        Ok(files) if !files.is_empty() => {
+            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+            fdpass::send(sock.as_fd(), &[net.step()], &files).map(drop)?;
+        }
+        Ok(_) => {}
         Err(e) => {
             let e = errors::plain(&e.to_string());
             eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
@@ -142,7 +142,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     }
     let plan = Plan {
         dir: sandbox.dir,
-        vrnic: Path::new(&sandbox.info.dir),
+        vrnics: &sandbox.devices.iter().map(|d| Path::new(&d.info.dir)).collect::<Vec<_>>(),
         libraries: sandbox.libraries,
         covered: &loader::resolved(),
         homes: sandbox.homes,
@@ -163,10 +163,17 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     // it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     let network = match sandbox.own_net {
-        true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?.0, sandbox.info.mtu, &sandbox.info.ips)?),
-        false => None,
+        true => {
+            let mut all = Vec::new();
+            for d in sandbox.devices {
+                let (name, mac) = (d.interface(), parse_mac(&d.info.mac)?.0);
+                all.push(crate::net::Interface { name, mac, mtu: d.info.mtu, ips: &d.info.ips });
+            }
+            crate::net::set_up(&all)?
+        }
+        false => Vec::new(),
     };
-    let passed: Vec<_> = network.iter().flatten().map(AsFd::as_fd).collect();
+    let passed: Vec<_> = network.iter().map(AsFd::as_fd).collect();
     fdpass::send(sock.as_fd(), &[READY], &passed)?;
     drop(passed);
     wait_for_outside(&sock)?;
@@ -221,7 +228,8 @@ pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
         path.push(old);
     }
     let mut c = Command::new(&command[0]);
-    c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", VRNIC);
+    let vrnics = std::env::join_paths(mounts::vrnics()).unwrap_or_default();
+    c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", vrnics);
     if Path::new("/etc/ld.so.preload").exists() {
         // Otherwise AddressSanitizer refuses to run after another library.
         let mut options = std::env::var_os("ASAN_OPTIONS").filter(|o| !o.is_empty()).unwrap_or_default();

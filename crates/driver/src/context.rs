@@ -1,6 +1,6 @@
 //! An open device: its link, its control queue and its doorbell.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -129,12 +129,6 @@ const BURST: u32 = 8;
 
 /// Empty polls between two checks whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
-
-/// The socket of this container's vRNIC: in `$UNIRDMA_DIR`, else in `/run/unirdma`.
-pub fn socket_path() -> PathBuf {
-    let dir = std::env::var_os("UNIRDMA_DIR").map_or_else(|| PathBuf::from("/run/unirdma"), PathBuf::from);
-    dir.join("vhost.sock")
-}
 
 /// Reads the configuration space of the vRNIC at `path` and closes the connection.
 ///

@@ -89,13 +89,31 @@ impl EventSource {
 
     /// The next event, if there is one.
     pub fn try_next(&self) -> Option<abi::Event> {
+        self.take().ok()
+    }
+
+    /// The next event, without waiting.
+    ///
+    /// # Errors
+    /// `EAGAIN` if there is none, `EIO` once the virtual layer is gone.
+    pub fn take(&self) -> Result<abi::Event> {
         let socket = self.socket.read().unwrap_or_else(PoisonError::into_inner);
         let mut bytes = [0u8; EVENT];
         loop {
-            match rustix::net::recv(socket.get().ok()?, &mut bytes[..], RecvFlags::DONTWAIT) {
+            let got = socket
+                .get()
+                .map_err(|_| Os::BADF)
+                .and_then(|s| rustix::net::recv(s, &mut bytes[..], RecvFlags::DONTWAIT));
+            match got {
                 Err(Os::INTR) => {}
-                Ok((n, _)) => return event(&bytes[..n]),
-                Err(_) => return None,
+                Err(Os::AGAIN) if !self.silenced.load(Ordering::Relaxed) => return Err(libc::EAGAIN),
+                Ok((0, _)) | Err(_) => return Err(libc::EIO),
+                // The virtual layer sends whole events only.
+                Ok((n, _)) => {
+                    if let Some(e) = event(&bytes[..n]) {
+                        return Ok(e);
+                    }
+                }
             }
         }
     }
@@ -111,9 +129,14 @@ impl EventSource {
         }
     }
 
+    /// True once it announces no loss any more.
+    pub fn is_silenced(&self) -> bool {
+        self.silenced.load(Ordering::Relaxed)
+    }
+
     /// Makes the descriptor not readable any more, instead of for ever: the virtual layer is gone, and the program
     /// knows.
-    pub(crate) fn silence(&self) {
+    pub fn silence(&self) {
         let mut socket = self.socket.write().unwrap_or_else(PoisonError::into_inner);
         self.silenced.store(true, Ordering::Relaxed);
         // Replaces the socket, which the other side has closed, by a socket to which nobody sends.
@@ -155,9 +178,20 @@ mod tests {
         raise(&peer, 1);
         send(&peer, b"short", SendFlags::empty()).unwrap();
         raise(&peer, 2);
+        raise(&peer, 3);
         drop(peer);
         assert_eq!([e.next().unwrap().handle, e.next().unwrap().handle], [1, 2], "what was sent before the end comes");
-        assert_eq!(e.next().unwrap_err(), libc::EIO);
+        assert_eq!(e.take().unwrap().handle, 3);
+        assert_eq!((e.next().unwrap_err(), e.take().unwrap_err()), (libc::EIO, libc::EIO));
+    }
+
+    #[test]
+    fn taking_does_not_wait() {
+        let (e, peer) = pair();
+        assert_eq!(e.take().unwrap_err(), libc::EAGAIN);
+        send(&peer, b"short", SendFlags::empty()).unwrap();
+        raise(&peer, 1);
+        assert_eq!(e.take().unwrap().handle, 1);
     }
 
     #[test]

@@ -14,6 +14,7 @@ pub mod heap;
 mod memory;
 mod poll_rest;
 mod queues;
+mod sockets;
 mod sync;
 
 pub use unirdma_mem::fds;
@@ -21,11 +22,12 @@ pub use unirdma_mem::fds;
 use sync::lock;
 
 pub use arena::Block;
-pub use context::{Context, device_config, socket_path};
+pub use context::{Context, device_config};
 pub use events::EventSource;
 pub use heap::HEAP;
 pub use memory::{Buffer, Mr, Way, Why, loaded};
 pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, Srq};
+pub use sockets::socket_paths;
 pub use unirdma_queues::SendWr;
 
 /// An errno value.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::os::fd::AsRawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once};
 
@@ -19,19 +19,31 @@ use crate::mr::MrObj;
 use crate::qp::QpObj;
 use crate::srq::SrqObj;
 use crate::trace::trace;
-use crate::{code, null, set_errno};
+use crate::{code, lock, null, set_errno};
 
-/// An entry of the device list.
+/// A device. Once it was in a list it stays, as in rdma-core, so that pointers to it remain good.
 #[repr(C)]
-struct DeviceObj {
+pub(crate) struct DeviceObj {
     c: verbs_device,
     guid: u64,
+    name: String,
+    /// Its number among the container's devices.
+    number: usize,
+    /// The vRNIC's socket.
+    pub socket: PathBuf,
 }
+
+/// A device that stays.
+struct Kept(*mut DeviceObj);
+// SAFETY: nothing changes a device once it was made.
+unsafe impl Send for Kept {}
+
+static DEVICES: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
 /// The target of `ops` of our devices. Nobody reads it.
 static DEVICE_OPS: usize = 0;
-/// The name of a device that has none in `/sys`.
-const NAME: &str = "unirdma0";
+/// The name of a device that has none in `/sys`, without its number.
+const NAME: &str = "unirdma";
 /// Longest name of a device, bytes (`IBV_SYSFS_NAME_MAX` with its zero).
 const MAX_NAME: usize = 63;
 
@@ -41,7 +53,6 @@ pub(crate) struct ContextObj {
     pub driver: Arc<driver::Context>,
     /// Of a vRNIC whose other programs may have VFs: keeps the decision that this one uses the software RNIC.
     _lease: Option<Lease>,
-    _device: Box<DeviceObj>,
     /// Descriptor for `cmd_fd`. It leads nowhere: programs may pass it on to import the device from it, which is then
     /// refused.
     _cmd: Known,
@@ -103,7 +114,7 @@ pub(crate) unsafe fn hosted_behind(c: *mut ibv_context) -> Result<Option<Arc<Hos
 }
 
 /// The name under which `/sys` shows the device with this GUID, as `unirdma run --device-name` has chosen it.
-pub(crate) fn name_of(guid: u64) -> String {
+fn name_of(guid: u64, number: usize) -> String {
     let [a, b, c, d] = [48, 32, 16, 0].map(|bits| guid >> bits & 0xffff);
     let guid = format!("{a:04x}:{b:04x}:{c:04x}:{d:04x}");
     let has = |name: &String| {
@@ -111,24 +122,63 @@ pub(crate) fn name_of(guid: u64) -> String {
         name.len() <= MAX_NAME && std::fs::read_to_string(file).is_ok_and(|text| text.trim() == guid)
     };
     let entries = std::fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
-    entries.filter_map(|e| e.file_name().into_string().ok()).find(has).unwrap_or_else(|| NAME.into())
+    let mut names = entries.filter_map(|e| e.file_name().into_string().ok());
+    names.find(has).unwrap_or_else(|| format!("{NAME}{number}"))
 }
 
-fn new_device(guid: u64) -> Box<DeviceObj> {
-    let name = name_of(guid);
-    // SAFETY: all fields are integers, arrays or pointers, for which zero is valid.
-    let mut d: Box<DeviceObj> = Box::new(unsafe { std::mem::zeroed() });
-    let put = |dst: &mut [u8], s: &str| dst[..s.len()].copy_from_slice(s.as_bytes());
-    let dev = &mut d.c.device;
-    (dev.node_type, dev.transport_type) = (1, 0);
-    put(&mut dev.name, &name);
-    put(&mut dev.dev_name, "uverbs0");
-    put(&mut dev.dev_path, "/sys/class/infiniband_verbs/uverbs0");
-    put(&mut dev.ibdev_path, &format!("/sys/class/infiniband/{name}"));
-    d.c.ops = std::ptr::from_ref(&DEVICE_OPS).cast();
-    d.c.refcount = 1;
-    d.guid = guid;
-    d
+impl DeviceObj {
+    fn new(socket: &Path, number: usize, guid: u64, name: String) -> Box<DeviceObj> {
+        // SAFETY: all fields are integers, arrays or pointers, for which zero is valid.
+        let c: verbs_device = unsafe { std::mem::zeroed() };
+        let mut d = Box::new(DeviceObj { c, guid, name, number, socket: socket.into() });
+        let put = |dst: &mut [u8], s: &str| dst[..s.len()].copy_from_slice(s.as_bytes());
+        let dev = &mut d.c.device;
+        (dev.node_type, dev.transport_type) = (1, 0);
+        put(&mut dev.name, &d.name);
+        put(&mut dev.dev_name, &format!("uverbs{number}"));
+        put(&mut dev.dev_path, &format!("/sys/class/infiniband_verbs/uverbs{number}"));
+        put(&mut dev.ibdev_path, &format!("/sys/class/infiniband/{}", d.name));
+        d.c.ops = std::ptr::from_ref(&DEVICE_OPS).cast();
+        d.c.refcount = 1;
+        d
+    }
+
+    /// The device of the vRNIC at `socket`, the same one at each call.
+    fn of(socket: &Path, number: usize, guid: u64) -> *mut DeviceObj {
+        let name = name_of(guid, number);
+        let mut devices = lock(&DEVICES);
+        let is_it = |k: &&Kept| {
+            // SAFETY: devices stay.
+            let d = unsafe { &*k.0 };
+            (d.guid, d.number) == (guid, number) && d.socket == socket && d.name == name
+        };
+        if let Some(known) = devices.iter().find(is_it) {
+            return known.0;
+        }
+        let new = Box::into_raw(DeviceObj::new(socket, number, guid, name));
+        devices.push(Kept(new));
+        new
+    }
+
+    /// The name that programs see.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The device that a program has: one of a list, or that of an open context, ours or hosted.
+    ///
+    /// # Safety
+    /// `d` is such a device.
+    unsafe fn behind(d: *mut ibv_device) -> Option<&'static DeviceObj> {
+        // SAFETY: all devices, also those of the real library, begin with the same structure.
+        unsafe {
+            if (*d.cast::<verbs_device>()).ops == std::ptr::from_ref(&DEVICE_OPS).cast() {
+                Some(&*d.cast::<DeviceObj>())
+            } else {
+                hosted::device_behind(d)
+            }
+        }
+    }
 }
 
 /// The list of devices, which ends with NULL. It is empty if there is no virtual layer.
@@ -137,12 +187,13 @@ pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_d
         return null(e);
     }
     let mut list: Vec<*mut ibv_device> = Vec::new();
-    let path = driver::socket_path();
-    match driver::device_config(&path) {
-        Ok(c) => list.push(Box::into_raw(new_device(c.node_guid)).cast()),
-        Err(e) => {
-            trace!("no vRNIC at {}: errno {e}", path.display());
-            say_once_why(&path, e);
+    for (number, path) in driver::socket_paths().iter().enumerate() {
+        match driver::device_config(path) {
+            Ok(c) => list.push(DeviceObj::of(path, number, c.node_guid).cast()),
+            Err(e) => {
+                trace!("no vRNIC at {}: errno {e}", path.display());
+                say_once_why(path, e);
+            }
         }
     }
     if !num.is_null() {
@@ -179,11 +230,9 @@ pub unsafe extern "C" fn x_ibv_free_device_list(list: *mut *mut ibv_device) {
         return;
     }
     let mut n = 0;
-    // SAFETY: the list is ours: n devices and a NULL in one boxed slice. Open contexts have a device
-    // of their own.
+    // SAFETY: the list is ours: n devices, which stay, and a NULL in one boxed slice.
     unsafe {
         while !(*list.add(n)).is_null() {
-            drop(Box::from_raw((*list.add(n)).cast::<DeviceObj>()));
             n += 1;
         }
         drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, n + 1)));
@@ -195,42 +244,38 @@ pub unsafe extern "C" fn x_ibv_get_device_name(d: *mut ibv_device) -> *const c_c
     unsafe { (*d).name.as_ptr().cast() }
 }
 
-pub unsafe extern "C" fn x_ibv_get_device_index(_d: *mut ibv_device) -> i32 {
-    0
+pub unsafe extern "C" fn x_ibv_get_device_index(d: *mut ibv_device) -> i32 {
+    // SAFETY: the caller passes a device of the list or of an open context.
+    unsafe { DeviceObj::behind(d) }.map_or(-1, |d| d.number as i32)
 }
 
 pub unsafe extern "C" fn x_ibv_get_device_guid(d: *mut ibv_device) -> u64 {
     // SAFETY: the caller passes a device of the list or of an open context.
-    unsafe {
-        // The devices of all contexts are the one vRNIC.
-        let d = d.cast::<DeviceObj>();
-        if (*d).c.ops == std::ptr::from_ref(&DEVICE_OPS).cast() {
-            (*d).guid.to_be()
-        } else {
-            driver::device_config(&driver::socket_path()).map_or(0, |c| c.node_guid.to_be())
-        }
-    }
+    unsafe { DeviceObj::behind(d) }.map_or(0, |d| d.guid.to_be())
 }
 
-pub unsafe extern "C" fn x_ibv_open_device(_d: *mut ibv_device) -> *mut ibv_context {
+pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_context {
     trace!("ibv_open_device()");
-    let driver = match driver::Context::open(&driver::socket_path()) {
+    // SAFETY: the caller passes a device of the list or of an open context.
+    let Some(device) = (unsafe { DeviceObj::behind(d) }) else { return null(libc::ENODEV) };
+    let driver = match driver::Context::open(&device.socket) {
         Ok(c) => c,
         Err(e) => {
             let why = if e == libc::EUSERS { ": as many programs use it as its administrator lets" } else { "" };
-            trace!("ibv_open_device() = errno {e}{why}");
+            trace!("ibv_open_device({}) = errno {e}{why}", device.name);
             return null(e);
         }
     };
     let mut lease = None;
     if driver.device.way == abi::WAY_VF {
-        match hosted::open(&driver) {
+        match hosted::open(&driver, device) {
             Ok(Opened::Hosted(c)) => return c,
             Ok(Opened::Soft(soft)) => lease = Some(soft),
             Err(e) => return null(e),
         }
     }
-    let device = new_device(driver.device.config.node_guid);
+    // The vRNIC may have been made anew since the list was.
+    let device = DeviceObj::of(&device.socket, device.number, driver.device.config.node_guid);
     let Ok(cmd) = Known::empty() else { return null(libc::EMFILE) };
     // SAFETY: all fields are integers, pointers, optional functions or zeroed pthread objects.
     let mut c: verbs_context = unsafe { std::mem::zeroed() };
@@ -257,7 +302,7 @@ pub unsafe extern "C" fn x_ibv_open_device(_d: *mut ibv_device) -> *mut ibv_cont
     c.create_qp_ex = Some(crate::wr::create_qp_ex);
     c.sz = size_of::<verbs_context>();
     let ctx = &mut c.context;
-    ctx.device = std::ptr::from_ref(&*device).cast_mut().cast();
+    ctx.device = device.cast();
     ctx.ops._compat_query_device = Some(x_ibv_query_device);
     ctx.ops._compat_query_port = Some(compat_query_port);
     ctx.ops.alloc_mw = Some(crate::mw::alloc_mw);
@@ -276,7 +321,6 @@ pub unsafe extern "C" fn x_ibv_open_device(_d: *mut ibv_device) -> *mut ibv_cont
         c,
         driver,
         _lease: lease,
-        _device: device,
         _cmd: cmd,
         cqs: Mutex::default(),
         qps: Mutex::default(),

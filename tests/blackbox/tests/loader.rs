@@ -161,13 +161,13 @@ pub(crate) fn tests(t: &mut Tests) {
             wait_for(&program, "devices")?;
             for args in [&["check"][..], &["check", "--vrnic", "a"]] {
                 let o = lab.unirdma(args);
-                let words = ["python3", "by RDMA", "by eth0", "libibverbs-1a2b3c4d.so.1", says];
+                let words = ["python3", "by RDMA", "by Ethernet", "libibverbs-1a2b3c4d.so.1", says];
                 require(o.code == Some(code) && words.iter().all(|w| o.text.contains(w)), o.text)?;
             }
             let json: serde_json::Value =
                 serde_json::from_str(&lab.unirdma(&["check", "--json"]).text).map_err(|e| e.to_string())?;
             let process = &json[0]["processes"][0];
-            require(json[0]["vrnic"] == "a" && process["served"] == (code == 0), format!("{json}"))?;
+            require(json[0]["vrnics"][0]["name"] == "a" && process["served"] == (code == 0), format!("{json}"))?;
             let pid = process["pid"].to_string();
             let one = lab.unirdma(&["check", &pid]);
             require(one.code == Some(code) && one.text.contains(says) && one.text.contains("vRNIC"), one.text)?;

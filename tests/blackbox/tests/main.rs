@@ -32,6 +32,7 @@ mod rnic;
 mod rules;
 mod sandbox;
 mod secret;
+mod several;
 mod suite;
 mod support;
 mod sysfs;
@@ -78,6 +79,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("watching", watching::tests),
     ("unnamed", unnamed::tests),
     ("loader", loader::tests),
+    ("several", several::tests),
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
     ("sysfs", sysfs::tests),

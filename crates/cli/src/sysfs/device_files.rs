@@ -7,6 +7,8 @@ use std::net::Ipv6Addr;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_rnic::Counters;
 
+use super::Device;
+
 /// Relative path from the device's directory to /sys.
 const SYS: &str = "../../../..";
 
@@ -39,8 +41,8 @@ pub(super) struct Interface {
 /// Everything below the device's directory, by relative path.
 pub(super) type Files = BTreeMap<String, Entry>;
 
-/// The files of the device. `name`: its name; `net`: its network interface, if it has one.
-pub(super) fn files(info: &VrnicInfo, name: &str, net: Option<&Interface>) -> Files {
+/// The files of a device. `net`: its network interface, if it has one.
+pub(super) fn files(Device { info, name, number }: Device<'_>, net: Option<&Interface>) -> Files {
     let mut all = Files::new();
     let mut put = |path: String, entry| {
         all.insert(path, entry);
@@ -52,7 +54,8 @@ pub(super) fn files(info: &VrnicInfo, name: &str, net: Option<&Interface>) -> Fi
     put("subsystem".into(), Entry::Link(format!("{SYS}/class/infiniband")));
     // Scripts use these to get from one class to the other.
     put(format!("device/infiniband/{name}"), Entry::Link(format!("../../../{name}")));
-    put("device/infiniband_verbs/uverbs0".into(), Entry::Link("../../../../infiniband_verbs/uverbs0".into()));
+    let verbs = format!("infiniband_verbs/uverbs{number}");
+    put(format!("device/{verbs}"), Entry::Link(format!("../../../../{verbs}")));
     for (name, value) in port(info.up) {
         put(format!("ports/1/{name}"), text(value));
     }
@@ -84,15 +87,15 @@ pub(super) fn files(info: &VrnicInfo, name: &str, net: Option<&Interface>) -> Fi
     all
 }
 
-/// The files of `infiniband_verbs/uverbs0`, beside the device's directory.
-pub(super) fn verbs_files(name: &str) -> Files {
+/// The files of the device's directory in `infiniband_verbs`.
+pub(super) fn verbs_files(Device { name, number, .. }: Device<'_>) -> Files {
     let text = |t: &str| Entry::Text(format!("{t}\n"));
     let all = [
         ("ibdev", text(name)),
         ("abi_version", text("1")),
         // The device number of /dev/null, which is mounted there.
         ("dev", text("1:3")),
-        ("uevent", text("MAJOR=1\nMINOR=3\nDEVNAME=infiniband/uverbs0")),
+        ("uevent", text(&format!("MAJOR=1\nMINOR=3\nDEVNAME=infiniband/uverbs{number}"))),
         ("device", Entry::Link(format!("../../infiniband/{name}/device"))),
         ("subsystem", Entry::Link(format!("{SYS}/class/infiniband_verbs"))),
     ];
@@ -229,16 +232,20 @@ mod tests {
         info
     }
 
+    fn device<'a>(info: &'a VrnicInfo, name: &'a str) -> Device<'a> {
+        Device { info, name, number: 0 }
+    }
+
     fn eth0(in_sys: bool) -> Interface {
         Interface { name: "eth0".into(), in_sys }
     }
 
     #[test]
     fn the_device_has_the_name_that_was_chosen() {
-        let all = files(&vrnic(), "mlx5_0", None);
+        let all = files(device(&vrnic(), "mlx5_0"), None);
         assert_eq!(text(&all, "uevent"), "NAME=mlx5_0\n");
         assert!(all.contains_key("device/infiniband/mlx5_0"));
-        assert_eq!(text(&verbs_files("mlx5_0"), "ibdev"), "mlx5_0\n");
+        assert_eq!(text(&verbs_files(device(&vrnic(), "mlx5_0")), "ibdev"), "mlx5_0\n");
     }
 
     fn text(files: &Files, path: &str) -> String {
@@ -250,7 +257,7 @@ mod tests {
 
     #[test]
     fn empty_entries_of_the_gid_table_cannot_be_read() {
-        let all = files(&vrnic(), "unirdma0", Some(&eth0(true)));
+        let all = files(device(&vrnic(), "unirdma0"), Some(&eth0(true)));
         assert_eq!(text(&all, "ports/1/gids/0"), "0000:0000:0000:0000:0000:ffff:0a00:0001\n");
         assert_eq!(text(&all, "ports/1/gid_attrs/types/2"), "RoCE v2\n");
         assert_eq!(text(&all, "ports/1/gid_attrs/ndevs/2"), "eth0\n");
@@ -262,17 +269,17 @@ mod tests {
         assert!(!all.contains_key("ports/1/gids/16"));
         let mut many = vrnic();
         many.gids = (0..17).map(|i| format!("fd00::{i}")).collect();
-        assert!(files(&many, "unirdma0", None).contains_key("ports/1/gids/31"));
-        assert_eq!(files(&many, "unirdma0", None)["ports/1/gid_attrs/ndevs/3"], Entry::Empty);
+        assert!(files(device(&many, "unirdma0"), None).contains_key("ports/1/gids/31"));
+        assert_eq!(files(device(&many, "unirdma0"), None)["ports/1/gid_attrs/ndevs/3"], Entry::Empty);
     }
 
     #[test]
     fn the_port_follows_the_link() {
         let mut info = vrnic();
-        assert_eq!(text(&files(&info, "unirdma0", None), "ports/1/state"), "4: ACTIVE\n");
+        assert_eq!(text(&files(device(&info, "unirdma0"), None), "ports/1/state"), "4: ACTIVE\n");
         info.up = false;
-        assert_eq!(text(&files(&info, "unirdma0", None), "ports/1/state"), "1: DOWN\n");
-        assert_eq!(text(&files(&info, "unirdma0", None), "ports/1/phys_state"), "3: Disabled\n");
+        assert_eq!(text(&files(device(&info, "unirdma0"), None), "ports/1/state"), "1: DOWN\n");
+        assert_eq!(text(&files(device(&info, "unirdma0"), None), "ports/1/phys_state"), "3: Disabled\n");
     }
 
     #[test]
@@ -282,7 +289,7 @@ mod tests {
         (c.sent_wrs, c.sent_bytes, c.received_bytes) = (13, 3 << 20, 8);
         (c.wire.sent_wrs, c.wire.sent_bytes, c.wire.sent_pkts) = (10, 1 << 20, 1000);
         c.wire.duplicate_request = 5;
-        let all = files(&info, "unirdma0", None);
+        let all = files(device(&info, "unirdma0"), None);
         assert_eq!(text(&all, "ports/1/counters/port_xmit_data"), format!("{}\n", (3 << 20) / 4));
         assert_eq!(text(&all, "ports/1/counters/port_rcv_data"), "2\n");
         assert_eq!(text(&all, "ports/1/counters/port_xmit_packets"), format!("{}\n", 1000 + 3 + (2 << 20) / 4096));
@@ -292,12 +299,12 @@ mod tests {
 
     #[test]
     fn the_interface_is_a_link_where_sys_has_it() {
-        let all = files(&vrnic(), "unirdma0", Some(&eth0(true)));
+        let all = files(device(&vrnic(), "unirdma0"), Some(&eth0(true)));
         assert_eq!(all["device/net/eth0"], Entry::Link("../../../../../../class/net/eth0".into()));
         assert_eq!(all["ports/1/net/eth0"], Entry::Link("../../../../../../../class/net/eth0".into()));
-        let all = files(&vrnic(), "unirdma0", Some(&eth0(false)));
+        let all = files(device(&vrnic(), "unirdma0"), Some(&eth0(false)));
         assert_eq!(text(&all, "device/net/eth0/type"), "1\n");
         assert_eq!(all["ports/1/net/eth0"], Entry::Link("../../../device/net/eth0".into()));
-        assert!(!files(&vrnic(), "unirdma0", None).keys().any(|path| path.contains("/net/")));
+        assert!(!files(device(&vrnic(), "unirdma0"), None).keys().any(|path| path.contains("/net/")));
     }
 }

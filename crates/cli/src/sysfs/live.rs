@@ -22,8 +22,8 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
 use unirdma_supervisor::admin;
 
-use super::device_files::{self, Entry, Files, LIFESPAN_MS};
-use super::{HARMLESS, Net, interface};
+use super::device_files::{self, Entry, LIFESPAN_MS};
+use super::{Device, HARMLESS, Net, interface};
 use crate::mounts;
 
 /// Figures that are not older are shown without asking.
@@ -59,22 +59,30 @@ pub(super) fn mount() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((mounts::mount_new("fuse", &options, attributes)?, device))
 }
 
-/// Serves the file system of the device `name` in threads of this process until it is unmounted. `info`: what is shown
-/// until the virtual layer is asked.
+/// Serves the file system of a device in threads of this process until it is unmounted. Until the virtual layer is
+/// asked, it shows what the device's vRNIC was.
 ///
 /// # Errors
 /// The kernel speaks no version of FUSE that we know, or no thread can be made.
-pub(crate) fn serve(device: OwnedFd, dir: &Path, info: &VrnicInfo, name: &str, net: Net) -> io::Result<()> {
+pub(crate) fn serve(files: OwnedFd, dir: &Path, device: Device<'_>, net: Net) -> io::Result<()> {
+    let Device { info, name, number } = device;
     let known = Known { info: info.clone(), asked: None, answered: Instant::now(), number: 0 };
     let figures = Arc::new(Figures { known: Mutex::new(known), wanted: Condvar::new(), came: Condvar::new() });
     let (asker, dir, vrnic) = (figures.clone(), dir.to_owned(), info.name.clone());
     std::thread::Builder::new().name("figures".into()).spawn(move || asker.ask_for_ever(&dir, &vrnic))?;
-    let shown =
-        Shown { name: name.into(), net, number: 0, tree: BTreeMap::new(), numbers: HashMap::new(), paths: Vec::new() };
-    let mut state = State { shown, open: HashMap::new(), opened: 0 };
-    state.shown.show(device_files::files(info, name, interface(info, net).as_ref()), 0);
-    let served = Device { figures, state: Mutex::new(state) };
-    Session::from_fd(served, device, SessionACL::All, Config::default())?.spawn().map(drop)
+    let mut shown = Shown {
+        name: name.into(),
+        device: number,
+        net,
+        number: 0,
+        tree: BTreeMap::new(),
+        numbers: HashMap::new(),
+        paths: Vec::new(),
+    };
+    shown.show(info, 0);
+    let state = State { shown, open: HashMap::new(), opened: 0 };
+    let served = Served { figures, state: Mutex::new(state) };
+    Session::from_fd(served, files, SessionACL::All, Config::default())?.spawn().map(drop)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -155,8 +163,9 @@ enum Node {
 
 /// The tree of names for the figures of an answer.
 struct Shown {
-    /// The device's name.
+    /// The device's name and number.
     name: String,
+    device: usize,
     net: Net,
     /// Number of the answer.
     number: u64,
@@ -168,7 +177,10 @@ struct Shown {
 }
 
 impl Shown {
-    fn show(&mut self, files: Files, number: u64) {
+    fn show(&mut self, info: &VrnicInfo, number: u64) {
+        let net = interface(info, self.device, self.net);
+        let device = Device { info, name: &self.name, number: self.device };
+        let files = device_files::files(device, net.as_ref());
         self.number = number;
         self.tree = BTreeMap::from([(String::new(), Node::Directory)]);
         for (path, entry) in files {
@@ -238,22 +250,18 @@ struct State {
 }
 
 /// The file system.
-struct Device {
+struct Served {
     figures: Arc<Figures>,
     state: Mutex<State>,
 }
 
-impl Device {
+impl Served {
     /// The state, with present figures.
     fn now(&self) -> MutexGuard<'_, State> {
         let known = self.figures.now();
         let mut state = lock(&self.state);
         if known.number != state.shown.number {
-            let net = interface(&known.info, state.shown.net);
-            let files = device_files::files(&known.info, &state.shown.name, net.as_ref());
-            let number = known.number;
-            drop(known);
-            state.shown.show(files, number);
+            state.shown.show(&known.info, known.number);
         }
         state
     }
@@ -264,7 +272,7 @@ fn child(directory: &str, name: &OsStr) -> Option<String> {
     Some(if directory.is_empty() { name.into() } else { format!("{directory}/{name}") })
 }
 
-impl Filesystem for Device {
+impl Filesystem for Served {
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let state = self.now();
         let path = state.shown.find(parent).and_then(|(directory, _)| child(directory, name));

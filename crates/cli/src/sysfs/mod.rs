@@ -64,27 +64,50 @@ pub(crate) fn mount_own() -> io::Result<()> {
     carried.iter().try_for_each(|(tree, dir)| mounts::attach(tree, dir))
 }
 
-/// Puts the device into the /sys of this mount namespace. `staging`: a directory on which something else is mounted
-/// later; `device`: the device's name. Returns the descriptor for [`serve`], or nothing if the files keep their present
-/// texts. Until they are served, a process that looks into the device's directory waits.
+/// A device of a container.
+#[derive(Clone, Copy)]
+pub(crate) struct Device<'a> {
+    pub info: &'a VrnicInfo,
+    pub name: &'a str,
+    /// Its number among the container's devices.
+    pub number: usize,
+}
+
+impl Device<'_> {
+    /// The name of its network interface, where the container has its own.
+    pub fn interface(&self) -> String {
+        interface_name(self.number)
+    }
+}
+
+fn interface_name(number: usize) -> String {
+    format!("eth{number}")
+}
+
+/// Puts the devices into the /sys of this mount namespace. `staging`: a directory on which something else is mounted
+/// later. Returns a descriptor for [`serve`] for each device, or none if the files keep their present texts. Until they
+/// are served, a process that looks into a device's directory waits.
 ///
 /// # Errors
 /// A mount fails.
-pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, device: &str, net: Net) -> io::Result<Option<OwnedFd>> {
+pub(crate) fn set_up(staging: &Path, devices: &[Device<'_>], net: Net) -> io::Result<Vec<OwnedFd>> {
     mounts::staged(staging, || {
-        class(&staging.join("class"), device)?;
-        devices(&staging.join("virtual"), info, device, net)
+        class(&staging.join("class"), devices)?;
+        make(&staging.join("virtual"), devices, net)
     })
 }
 
-/// Makes the device's entries in `/sys/class`. `class`: an empty directory for them.
-fn class(class: &Path, device: &str) -> io::Result<()> {
+/// Makes the devices' entries in `/sys/class`. `class`: an empty directory for them.
+fn class(class: &Path, devices: &[Device<'_>]) -> io::Result<()> {
     let link = |to: &str, path: PathBuf| {
         fs::create_dir_all(path.parent().unwrap_or(class))?;
         symlink(format!("../../devices/virtual/{to}"), path)
     };
-    link(&format!("infiniband/{device}"), class.join("infiniband").join(device))?;
-    link("infiniband_verbs/uverbs0", class.join("infiniband_verbs/uverbs0"))?;
+    for Device { name, number, .. } in devices {
+        link(&format!("infiniband/{name}"), class.join("infiniband").join(name))?;
+        let verbs = format!("infiniband_verbs/uverbs{number}");
+        link(&verbs, class.join(&verbs))?;
+    }
     fs::write(class.join("infiniband_verbs/abi_version"), "6\n")?;
     let nets = mounts::copy(Path::new(NETS))?;
     // No directory can be made in a class.
@@ -98,11 +121,11 @@ fn bind(from: &Path, to: &Path) -> io::Result<()> {
     rustix::mount::mount_bind(from, to).map_err(context(format!("cannot mount on {}", to.display())))
 }
 
-/// Makes the device in `/sys/devices/virtual`. `dir`: an empty directory for what is there.
+/// Makes the devices in `/sys/devices/virtual`. `dir`: an empty directory for what is there.
 ///
 /// Other directories are mounts of what they were, and not entries of an overlay: an overlay reads files with the
 /// rights of its maker.
-fn devices(dir: &Path, info: &VrnicInfo, device: &str, net: Net) -> io::Result<Option<OwnedFd>> {
+fn make(dir: &Path, devices: &[Device<'_>], net: Net) -> io::Result<Vec<OwnedFd>> {
     let mut others = Vec::new();
     for entry in fs::read_dir(VIRTUAL)?.flatten() {
         if entry.file_type()?.is_dir() && !CLASSES.iter().any(|c| entry.file_name() == *c) {
@@ -110,21 +133,31 @@ fn devices(dir: &Path, info: &VrnicInfo, device: &str, net: Net) -> io::Result<O
             others.push((mounts::copy(&entry.path())?, entry.path()));
         }
     }
-    let live = live::mount().inspect_err(|e| {
+    let live: io::Result<Vec<_>> = devices.iter().map(|_| live::mount()).collect();
+    if let Err(e) = &live {
         let e = errors::plain(&e.to_string());
-        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband/{device} stay as they are now: {e}");
-    });
-    let of_device = Path::new("infiniband").join(device);
-    match &live {
-        Ok(_) => fs::create_dir_all(dir.join(&of_device))?,
-        Err(_) => write(&dir.join(&of_device), &device_files::files(info, device, interface(info, net).as_ref()))?,
+        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband stay as they are now: {e}");
     }
-    write(&dir.join("infiniband_verbs/uverbs0"), &device_files::verbs_files(device))?;
+    let of_device = |device: &Device<'_>| Path::new("infiniband").join(device.name);
+    for device in devices {
+        let place = dir.join(of_device(device));
+        match &live {
+            Ok(_) => fs::create_dir_all(&place)?,
+            Err(_) => {
+                let interface = interface(device.info, device.number, net);
+                write(&place, &device_files::files(*device, interface.as_ref()))?;
+            }
+        }
+        write(&dir.join(format!("infiniband_verbs/uverbs{}", device.number)), &device_files::verbs_files(*device))?;
+    }
     bind(dir, Path::new(VIRTUAL))?;
     others.iter().try_for_each(|(tree, path)| mounts::attach(tree, path))?;
-    let Ok((mount, served)) = live else { return Ok(None) };
-    mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device))?;
-    Ok(Some(served))
+    let mut served = Vec::new();
+    for (device, (mount, files)) in devices.iter().zip(live.unwrap_or_default()) {
+        mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device(device)))?;
+        served.push(files);
+    }
+    Ok(served)
 }
 
 /// Makes these files in a directory, except those that cannot be read.
@@ -142,9 +175,9 @@ fn write(dir: &Path, files: &Files) -> io::Result<()> {
 }
 
 /// The network interface of the device. All GIDs belong to one interface, as with a real device.
-fn interface(info: &VrnicInfo, net: Net) -> Option<Interface> {
+fn interface(info: &VrnicInfo, number: usize, net: Net) -> Option<Interface> {
     match net {
-        Net::Own | Net::OwnUnseen => Some(Interface { name: "eth0".into(), in_sys: net == Net::Own }),
+        Net::Own | Net::OwnUnseen => Some(Interface { name: interface_name(number), in_sys: net == Net::Own }),
         Net::Host => {
             let addresses = info.gids.iter().filter_map(|gid| gid.parse().ok());
             addresses.into_iter().find_map(interface_of).map(|name| {

@@ -33,8 +33,9 @@ use unirdma_mem::MemFd;
 
 use crate::bounce::Known;
 use crate::clock::clock_ns;
-use crate::context::{Context, socket_path};
+use crate::context::Context;
 use crate::queues::gone_is_fine;
+use crate::sockets::socket_paths;
 use crate::{Result, errno, lock, map_errno};
 
 use maps::{FileId, Vma};
@@ -137,7 +138,7 @@ impl Buffer {
 /// is loaded, so that the fork handlers run last before a fork and first after it.
 pub fn loaded() {
     share::install_fork_handlers();
-    if socket_path().exists() {
+    if socket_paths().iter().any(|socket| socket.exists()) {
         sys::open_early();
     }
 }

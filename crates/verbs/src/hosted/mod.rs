@@ -22,6 +22,7 @@ use unirdma_abi::lease::SOCKET;
 use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
+use crate::device::DeviceObj;
 use crate::lock;
 use crate::trace::trace;
 
@@ -56,6 +57,8 @@ pub(crate) const POLL_CQ_AT: usize = offset_of!(ibv_context, ops) + offset_of!(i
 /// A hosted context.
 pub(crate) struct Hosted {
     context: *mut ibv_context,
+    /// The device that the program has opened.
+    device: &'static DeviceObj,
     /// The session with the worker, for names and connection management.
     pub driver: Arc<driver::Context>,
     /// The GID from which the VF's connections go.
@@ -110,6 +113,12 @@ pub(crate) unsafe fn of(c: *mut ibv_context) -> Option<Arc<Hosted>> {
     lock(&CONTEXTS).get(&(c as usize)).cloned()
 }
 
+/// The device that a program has opened, by the real library's device of its context.
+pub(crate) fn device_behind(d: *mut ibv_device) -> Option<&'static DeviceObj> {
+    // SAFETY: hosted contexts in the table are open.
+    lock(&CONTEXTS).values().find(|h| unsafe { (*h.context).device } == d).map(|h| h.device)
+}
+
 /// An answer to a program that opens its device.
 pub(crate) enum Opened {
     Hosted(*mut ibv_context),
@@ -122,13 +131,13 @@ pub(crate) enum Opened {
 ///
 /// # Errors
 /// The errno for the program. What is wrong has been told on standard error.
-pub(crate) fn open(driver: &Arc<driver::Context>) -> Result<Opened, i32> {
+pub(crate) fn open(driver: &Arc<driver::Context>, device: &'static DeviceObj) -> Result<Opened, i32> {
     let told = |why: Failure| {
         crate::say(&why.to_string());
         trace!("ibv_open_device() = errno {}", why.errno());
         why.errno()
     };
-    let socket = driver::socket_path().with_file_name(SOCKET);
+    let socket = device.socket.with_file_name(SOCKET);
     match lease::ask(&socket).map_err(told)? {
         lease::Answer::Soft(lease) => Ok(Opened::Soft(lease)),
         lease::Answer::Refused(why) => Err(told(Failure::Refused(why))),
@@ -138,18 +147,19 @@ pub(crate) fn open(driver: &Arc<driver::Context>) -> Result<Opened, i32> {
                 sysfs: redirect::sysfs_of(socket.parent().unwrap_or(&socket)),
                 node: node.clone(),
                 device: lease::text(&grant.device),
-                virtual_name: crate::device::name_of(driver.device.config.node_guid),
+                virtual_name: device.name().into(),
                 opened: fd.as_raw_fd(),
                 descriptor: Some(fd),
             };
             trace!("has the VF {} ({node})", present.device);
-            host(driver, lease, grant.gid, present).map(Opened::Hosted).map_err(told)
+            host(driver, device, lease, grant.gid, present).map(Opened::Hosted).map_err(told)
         }
     }
 }
 
 fn host(
     driver: &Arc<driver::Context>,
+    opened: &'static DeviceObj,
     lease: Lease,
     gid: [u8; 16],
     present: redirect::Present,
@@ -196,6 +206,7 @@ fn host(
     }
     let hosted = Hosted {
         context,
+        device: opened,
         driver: driver.clone(),
         gid,
         real,

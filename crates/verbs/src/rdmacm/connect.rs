@@ -98,7 +98,7 @@ pub unsafe extern "C" fn x_rdma_connect(id: *mut rdma_cm_id, param: *mut rdma_co
     let (obj, param) = unsafe { (object(id), param.as_ref()) };
     let connected = obj.check(param).and_then(|()| {
         let data = std::mem::take(&mut obj.connect_data);
-        request(CmOp::Connect, obj.handle, |r| {
+        request(CmOp::Connect, obj.at, |r| {
             obj.fill(r, param);
             if r.param.private_len == 0 {
                 // SAFETY: the data is right here.
@@ -129,7 +129,7 @@ fn accept(obj: &mut IdObj, param: Option<&rdma_conn_param>) -> Result<(), i32> {
             choose(param.map(|p| p.initiator_depth), asked.max_rd_atomic),
         )))?;
     }
-    let accepted = request(CmOp::Accept, obj.handle, |r| obj.fill(r, param));
+    let accepted = request(CmOp::Accept, obj.at, |r| obj.fill(r, param));
     if let Err(e) = accepted {
         obj.to_error();
         return Err(e);
@@ -139,7 +139,7 @@ fn accept(obj: &mut IdObj, param: Option<&rdma_conn_param>) -> Result<(), i32> {
 
 pub unsafe extern "C" fn x_rdma_reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> i32 {
     // SAFETY: the caller passes its identifier and `len` bytes.
-    unsafe { done(request(CmOp::Reject, object(id).handle, |r| put_private(r, data, len)).map(|_| ())) }
+    unsafe { done(request(CmOp::Reject, object(id).at, |r| put_private(r, data, len)).map(|_| ())) }
 }
 
 /// As `rdma_reject`, with the reason that enhanced connection options do not fit (IBTA: vendor option not supported).
@@ -151,7 +151,7 @@ pub unsafe extern "C" fn x_rdma_reject_ece(id: *mut rdma_cm_id, data: *const c_v
         unsafe { put_private(r, data, len) };
     };
     // SAFETY: the caller passes its identifier.
-    done(unsafe { request(CmOp::Reject, object(id).handle, refuse) }.map(|_| ()))
+    done(unsafe { request(CmOp::Reject, object(id).at, refuse) }.map(|_| ()))
 }
 
 pub unsafe extern "C" fn x_rdma_establish(id: *mut rdma_cm_id) -> i32 {
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn x_rdma_establish(id: *mut rdma_cm_id) -> i32 {
     if !obj.c.qp.is_null() {
         return done(Err(libc::EINVAL));
     }
-    done(request(CmOp::Establish, obj.handle, |_| ()).map(|_| ()))
+    done(request(CmOp::Establish, obj.at, |_| ()).map(|_| ()))
 }
 
 /// The program reports that the connection works (`IBV_EVENT_COMM_EST`).
@@ -171,7 +171,7 @@ pub unsafe extern "C" fn x_rdma_notify(id: *mut rdma_cm_id, event: u32) -> i32 {
         return done(Err(libc::EINVAL));
     }
     // SAFETY: the caller passes its identifier.
-    let r = request(CmOp::Establish, unsafe { object(id) }.handle, |_| ());
+    let r = request(CmOp::Establish, unsafe { object(id) }.at, |_| ());
     // The connection may be known to work already.
     done(r.map(|_| ()).or_else(|e| if e == libc::EINVAL { Ok(()) } else { Err(e) }))
 }
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn x_rdma_disconnect(id: *mut rdma_cm_id) -> i32 {
     // SAFETY: the caller passes its identifier.
     let obj = unsafe { object(id) };
     obj.to_error();
-    done(request(CmOp::Disconnect, obj.handle, |_| ()).and_then(|_| obj.complete()))
+    done(request(CmOp::Disconnect, obj.at, |_| ()).and_then(|_| obj.complete()))
 }
 
 /// # Safety
@@ -196,7 +196,7 @@ unsafe fn join(obj: &mut IdObj, addr: *const libc::sockaddr, context: *mut c_voi
     let token = obj.groups.iter().map(|g| g.token).max().unwrap_or(0) + 1;
     let mgid = ibv_gid { raw: address::gid(&addr) };
     obj.groups.push(Group { token, mgid, context, attached: false });
-    if let Err(e) = request(CmOp::Join, obj.handle, |r| (r.dst, r.value) = (addr, token)) {
+    if let Err(e) = request(CmOp::Join, obj.at, |r| (r.dst, r.value) = (addr, token)) {
         obj.groups.retain(|g| g.token != token);
         return Err(e);
     }
@@ -249,5 +249,5 @@ pub unsafe extern "C" fn x_rdma_leave_multicast(id: *mut rdma_cm_id, addr: *mut 
         // SAFETY: the identifier's own QP.
         unsafe { any::detach_mcast(obj.c.qp, &g.mgid, 0) };
     }
-    done(request(CmOp::Leave, obj.handle, |r| r.dst = addr).map(|_| ()))
+    done(request(CmOp::Leave, obj.at, |r| r.dst = addr).map(|_| ()))
 }

@@ -7,7 +7,7 @@ use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command};
 use unirdma_verbs_abi::*;
 
-use super::{EventChannelObj, IdObj, address, id, request, with_device};
+use super::{ChannelPart, EventChannelObj, IdObj, Place, address, id, request, with_device};
 use crate::ah::ah_out;
 use crate::trace::trace;
 use crate::{null, set_errno};
@@ -58,18 +58,24 @@ pub unsafe extern "C" fn x_rdma_get_cm_event(channel: *mut rdma_event_channel, e
 /// `channel` is one of this library.
 pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_cm_event, i32> {
     // SAFETY: by the contract.
-    let ch = unsafe { &*channel.cast::<EventChannelObj>() };
+    let ch = unsafe { EventChannelObj::of(channel) };
     loop {
-        let r: Result<abi::CmEvent, i32> = ch.events.next().and_then(|_| {
-            ch.session.command(Command::CmEvent, &abi::CmEventReq { queue: ch.events.number(), reserved: 0 })
+        let (part, told) = ch.next_message()?;
+        let r: Result<abi::CmEvent, i32> = told.and_then(|()| {
+            part.session.command(Command::CmEvent, &abi::CmEventReq { queue: part.events.number(), reserved: 0 })
         });
         match r {
-            Err(libc::EIO) => return removal(channel).ok_or(libc::EIO),
+            Err(libc::EIO) => match removal(channel, part.device) {
+                Some(event) => return Ok(event),
+                None if ch.all.is_none() => return Err(libc::EIO),
+                // The events of the other devices go on.
+                None => part.events.silence(),
+            },
             // The event has gone with its identifier, or to another channel.
-            Err(libc::ENOENT) => _ = ch.stale.fetch_sub(1, Ordering::AcqRel),
+            Err(libc::ENOENT) => _ = part.stale.fetch_sub(1, Ordering::AcqRel),
             Err(e) => return Err(e),
             Ok(e) => {
-                if let Some(event) = take(channel, &e) {
+                if let Some(event) = take(channel, part, &e) {
                     return Ok(event);
                 }
             }
@@ -77,10 +83,49 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
     }
 }
 
-/// Called when the virtual layer is lost. Returns a removal event for the next identifier of the channel that has a
-/// device and was not told yet.
-fn removal(channel: *mut rdma_event_channel) -> Option<*mut rdma_cm_event> {
-    let found = with_device(|d| {
+impl EventChannelObj {
+    /// Waits for a message of any device, unless the channel's descriptor does not block. Says which one it is of, and
+    /// whether that device is lost (`EIO`). As `EventSource::next`, it is a cancellation point.
+    ///
+    /// # Errors
+    /// `EAGAIN`; `EINTR`; `EIO` if all devices are lost, and the program was told.
+    fn next_message(&self) -> Result<(&ChannelPart, Result<(), i32>), i32> {
+        if self.all.is_none() {
+            let part = &self.parts[0];
+            return match part.events.next() {
+                Err(e) if e != libc::EIO => Err(e),
+                told => Ok((part, told.map(drop))),
+            };
+        }
+        loop {
+            let mut polled = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; abi::container::MAX_VRNICS];
+            for (part, polled) in self.parts.iter().zip(&mut polled).filter(|(p, _)| !p.events.is_silenced()) {
+                match part.events.take() {
+                    Err(libc::EAGAIN) => polled.fd = part.events.raw_fd(),
+                    told => return Ok((part, told.map(drop))),
+                }
+            }
+            if polled.iter().all(|p| p.fd < 0) {
+                return Err(libc::EIO);
+            }
+            // SAFETY: a number; if it is open no more, this fails.
+            let flags = unsafe { libc::fcntl(self.c.fd, libc::F_GETFL) };
+            if flags < 0 || flags & libc::O_NONBLOCK != 0 {
+                return Err(libc::EAGAIN);
+            }
+            // SAFETY: as many descriptors as there are. This is the C library's function, so that it can be cancelled.
+            if unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, -1) } < 0 {
+                // SAFETY: this thread's own errno.
+                return Err(unsafe { *libc::__errno_location() });
+            }
+        }
+    }
+}
+
+/// Called when a device is lost. Returns a removal event for the next identifier of the channel that has it and was not
+/// told yet.
+fn removal(channel: *mut rdma_event_channel, device: usize) -> Option<*mut rdma_cm_event> {
+    let found = with_device(device, |d| {
         // SAFETY: the table holds live identifiers.
         let mut ids = d.ids.values().map(|&at| unsafe { &mut *at });
         let at = ids.find(|o| o.c.channel == channel && !o.c.verbs.is_null() && !o.sync && !o.removed)?;
@@ -97,10 +142,11 @@ fn removal(channel: *mut rdma_event_channel) -> Option<*mut rdma_cm_event> {
 }
 
 /// Handles an event. Returns the event that the program sees; `None` if the program need not see it.
-fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_cm_event> {
+fn take(channel: *mut rdma_event_channel, part: &ChannelPart, e: &abi::CmEvent) -> Option<*mut rdma_cm_event> {
     let of = if e.kind == CONNECT_REQUEST { e.listen_id } else { e.id };
     // From here on, destroying the identifier waits for this event.
-    let found = with_device(|d| {
+    let place = Place { device: part.device, handle: e.id };
+    let found = with_device(part.device, |d| {
         let at = d.ids.get(&of).copied()?;
         // SAFETY: the table holds live identifiers.
         unsafe { (*at).events.give() };
@@ -108,9 +154,8 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
     });
     let Some(at) = found.ok().flatten() else {
         // The listening identifier is gone.
-        if let Ok(r) = request(CmOp::Destroy, e.id, |_| ()) {
-            // SAFETY: a channel of this library.
-            unsafe { &*channel.cast::<EventChannelObj>() }.discard(r.dropped);
+        if let Ok(r) = request(CmOp::Destroy, place, |_| ()) {
+            part.discard(r.dropped);
         }
         return None;
     };
@@ -127,7 +172,7 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
         ROUTE_RESOLVED => obj.set_route(e),
         CONNECT_REQUEST => {
             let (l, context) = (&obj.c, obj.c.context);
-            who = id::wrap(e.id, channel, context, l.ps, l.qp_type, obj.sync).cast();
+            who = id::wrap(place, channel, context, l.ps, l.qp_type, obj.sync).cast();
             // SAFETY: just made.
             let new = unsafe { &mut *who };
             let _ = new.attach_device();
@@ -139,7 +184,7 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
             Ok(()) => kind = ESTABLISHED,
             Err(error) => {
                 trace!("rdma_cm: the QP cannot be connected: errno {error}");
-                let _ = request(CmOp::Reject, obj.handle, |_| ());
+                let _ = request(CmOp::Reject, obj.at, |_| ());
                 (kind, status) = (CONNECT_ERROR, -error);
             }
         },

@@ -1,21 +1,24 @@
 //! Event channels and identifiers: created, bound, resolved, destroyed.
 
 use std::ffi::c_void;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::AtomicI32;
 
-use unirdma_abi::{CM_XRC, CmOp, port_space};
+use rustix::event::epoll;
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, port_space};
+use unirdma_driver::fds::Known;
 use unirdma_verbs_abi::*;
 
+use super::place::{self, names_no_device};
 use super::qp::default_pd;
-use super::{EventChannelObj, IdObj, address, object, request, shared_context, with_device};
+use super::{ChannelPart, EventChannelObj, IdObj, Place, address, object, request, with_device, with_devices};
 use crate::event::Outstanding;
 use crate::trace::trace;
 use crate::{done, null};
 
 const QPT_RC: u32 = 2;
 const QPT_UD: u32 = 4;
-const QPT_XRC_SEND: u32 = 9;
-const QPT_XRC_RECV: u32 = 10;
 const OPTION_LEVEL_ID: i32 = 0;
 
 pub unsafe extern "C" fn x_rdma_create_event_channel() -> *mut rdma_event_channel {
@@ -24,10 +27,42 @@ pub unsafe extern "C" fn x_rdma_create_event_channel() -> *mut rdma_event_channe
 }
 
 fn create_channel() -> Result<*mut EventChannelObj, i32> {
-    let (_, session) = shared_context()?;
-    let events = session.open_channel()?;
-    let c = rdma_event_channel { fd: events.raw_fd() };
-    Ok(Box::into_raw(Box::new(EventChannelObj { c, session, events, stale: AtomicI32::new(0) })))
+    let sessions: Vec<_> = with_devices(|all| all.iter().map(|d| d.session.clone()).collect())?;
+    let mut parts = Vec::new();
+    let mut lost = libc::ENODEV;
+    for (device, session) in sessions.into_iter().enumerate() {
+        match session.open_channel() {
+            Ok(events) => parts.push(ChannelPart { device, session, events, stale: AtomicI32::new(0) }),
+            Err(libc::EIO) => lost = libc::EIO,
+            Err(e) => return Err(close_parts(parts, e)),
+        }
+    }
+    let (fd, all) = match &parts[..] {
+        [] => return Err(lost),
+        [only] => (only.events.raw_fd(), None),
+        several => match any_of(several) {
+            Ok(all) => (all.as_raw_fd(), Some(all)),
+            Err(e) => return Err(close_parts(parts, e.raw_os_error().unwrap_or(libc::EMFILE))),
+        },
+    };
+    Ok(Box::into_raw(Box::new(EventChannelObj { c: rdma_event_channel { fd }, parts, all })))
+}
+
+/// A descriptor that is readable if one of these is.
+fn any_of(parts: &[ChannelPart]) -> std::io::Result<Known> {
+    let all = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    for part in parts {
+        // SAFETY: open, since the part has it.
+        let events = unsafe { BorrowedFd::borrow_raw(part.events.raw_fd()) };
+        epoll::add(&all, events, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+    }
+    Known::new(all)
+}
+
+/// Closes parts of a channel. Returns the error.
+fn close_parts(parts: Vec<ChannelPart>, e: i32) -> i32 {
+    parts.into_iter().for_each(|part| part.session.close_channel(part.events));
+    e
 }
 
 pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
@@ -35,7 +70,7 @@ pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_c
     if !channel.is_null() {
         // SAFETY: boxed in create_channel, given back once.
         let obj = unsafe { Box::from_raw(channel.cast::<EventChannelObj>()) };
-        obj.session.close_channel(obj.events);
+        close_parts(obj.parts, 0);
     }
 }
 
@@ -67,13 +102,8 @@ pub(super) unsafe fn create(
     let sync = channel.is_null();
     let channel = if sync { create_channel()?.cast() } else { channel };
     // SAFETY: a channel of this library.
-    let slot = unsafe { &*channel.cast::<EventChannelObj>() }.events.number();
-    let made = request(CmOp::Create, 0, |r| {
-        (r.port_space, r.queue) = (u16::try_from(ps).unwrap_or(0), slot);
-        r.option = if [QPT_XRC_SEND, QPT_XRC_RECV].contains(&qp_type) { CM_XRC } else { 0 };
-    });
-    match made {
-        Ok(r) => Ok(wrap(r.id, channel, context, ps, qp_type, sync)),
+    match place::first(unsafe { EventChannelObj::of(channel) }, ps, qp_type) {
+        Ok(at) => Ok(wrap(at, channel, context, ps, qp_type, sync)),
         Err(e) => {
             if sync {
                 // SAFETY: made above.
@@ -86,7 +116,7 @@ pub(super) unsafe fn create(
 
 /// Makes the C object for an identifier of the virtual layer.
 pub(super) fn wrap(
-    handle: u32,
+    at: Place,
     channel: *mut rdma_event_channel,
     context: *mut c_void,
     ps: u32,
@@ -98,7 +128,9 @@ pub(super) fn wrap(
     (c.channel, c.context, c.ps, c.qp_type) = (channel, context, ps, qp_type);
     let obj = Box::into_raw(Box::new(IdObj {
         c,
-        handle,
+        at,
+        others: Vec::new(),
+        options: Vec::new(),
         sync,
         events: Outstanding::default(),
         template: None,
@@ -108,22 +140,17 @@ pub(super) fn wrap(
         groups: Vec::new(),
         removed: false,
     }));
-    let _ = with_device(|d| d.ids.insert(handle, obj));
+    let _ = with_device(at.device, |d| d.ids.insert(at.handle, obj));
     obj.cast()
 }
 
 pub unsafe extern "C" fn x_rdma_destroy_id(id: *mut rdma_cm_id) -> i32 {
     // SAFETY: the caller gives its identifier back.
     let obj = unsafe { object(id) };
-    let r = request(CmOp::Destroy, obj.handle, |_| ());
-    match r {
-        // SAFETY: an identifier's channel lives as long as it.
-        Ok(r) => unsafe { &*obj.c.channel.cast::<EventChannelObj>() }.discard(r.dropped),
-        // An identifier ends with the virtual layer, and a forked child does not have its parent's identifiers.
-        Err(libc::EIO | libc::ENOENT) => {}
-        Err(e) => return done(Err(e)),
+    if let Err(e) = obj.leave(obj.at) {
+        return done(Err(e));
     }
-    let _ = with_device(|d| d.ids.remove(&obj.handle));
+    obj.leave_others();
     obj.give_back_event();
     obj.events.wait();
     // SAFETY: boxed in `wrap` and in `event`; out of the table, all events acknowledged.
@@ -152,18 +179,12 @@ pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) 
         return Err(libc::EINVAL);
     }
     let new = if sync { create_channel()?.cast() } else { channel };
-    // SAFETY: a channel of this library.
-    let slot = unsafe { &*new.cast::<EventChannelObj>() }.events.number();
-    match request(CmOp::Migrate, obj.handle, |r| r.queue = slot) {
-        // SAFETY: an identifier's channel lives as long as it.
-        Ok(r) => unsafe { &*obj.c.channel.cast::<EventChannelObj>() }.discard(r.dropped),
-        Err(e) => {
-            if sync {
-                // SAFETY: made above.
-                unsafe { x_rdma_destroy_event_channel(new) };
-            }
-            return Err(e);
+    if let Err(e) = obj.migrate_places(new) {
+        if sync {
+            // SAFETY: made above.
+            unsafe { x_rdma_destroy_event_channel(new) };
         }
+        return Err(e);
     }
     obj.give_back_event();
     obj.events.wait();
@@ -178,10 +199,10 @@ pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) 
 impl IdObj {
     /// Gives the identifier the device and a PD.
     pub(super) fn attach_device(&mut self) -> Result<(), i32> {
-        self.c.verbs = shared_context()?.0;
+        self.c.verbs = with_device(self.at.device, |d| d.verbs)?;
         self.c.port_num = 1;
         if self.c.pd.is_null() {
-            self.c.pd = default_pd()?;
+            self.c.pd = default_pd(self.at.device)?;
         }
         Ok(())
     }
@@ -228,14 +249,14 @@ pub(super) unsafe fn bind(obj: &mut IdObj, addr: *const libc::sockaddr) -> Resul
     if addr.family == 0 {
         return Err(libc::EINVAL);
     }
-    let r = request(CmOp::Bind, obj.handle, |r| r.src = addr)?;
-    // A program that has bound an IPv6 wildcard address reads it back.
-    address::write(&r.src, &mut obj.c.route.addr.src);
-    // A wildcard names no device, and neither does a loopback address, as with the kernel.
-    let ip = unirdma_formats::Gid(r.src.ip).ip();
-    if !ip.is_unspecified() && !ip.is_loopback() {
+    let r = obj.where_it_fits(|place| request(CmOp::Bind, place, |r| r.src = addr))?;
+    if names_no_device(&r.src) {
+        obj.spread(&r.src)?;
+    } else {
         obj.attach_device()?;
     }
+    // A program that has bound an IPv6 wildcard address reads it back.
+    address::write(&r.src, &mut obj.c.route.addr.src);
     Ok(())
 }
 
@@ -260,10 +281,12 @@ pub(super) unsafe fn resolve(
     // SAFETY: by the contract.
     let (src, dst) = unsafe { (address::read(src)?, address::read(dst)?) };
     address::write(&dst, &mut obj.c.route.addr.dst);
-    let r = request(CmOp::ResolveAddr, obj.handle, |r| {
+    let ask = |r: &mut abi::CmReq| {
         // The kernel takes a negative time for a very long time.
         (r.src, r.dst, r.value) = (src, dst, u32::try_from(timeout_ms).unwrap_or(u32::MAX));
-    })?;
+    };
+    let r = obj.where_it_fits(|place| request(CmOp::ResolveAddr, place, ask))?;
+    obj.leave_others();
     address::write(&r.src, &mut obj.c.route.addr.src);
     obj.complete()
 }
@@ -274,15 +297,31 @@ pub unsafe extern "C" fn x_rdma_resolve_route(id: *mut rdma_cm_id, _timeout_ms: 
 }
 
 pub(super) fn resolve_route(obj: &mut IdObj) -> Result<(), i32> {
-    request(CmOp::ResolveRoute, obj.handle, |_| ())?;
+    request(CmOp::ResolveRoute, obj.at, |_| ())?;
     obj.complete()
 }
 
 pub unsafe extern "C" fn x_rdma_listen(id: *mut rdma_cm_id, backlog: i32) -> i32 {
     // SAFETY: the caller passes its identifier.
     let obj = unsafe { object(id) };
-    let r = request(CmOp::Listen, obj.handle, |r| r.value = u32::try_from(backlog).unwrap_or(0));
-    done(r.map(|r| address::write(&r.src, &mut obj.c.route.addr.src)))
+    done(listen(obj, u32::try_from(backlog).unwrap_or(0)))
+}
+
+fn listen(obj: &mut IdObj, backlog: u32) -> Result<(), i32> {
+    let r = request(CmOp::Listen, obj.at, |r| r.value = backlog)?;
+    // Without an address it is now bound to a free port of the wildcard.
+    if names_no_device(&r.src) && obj.others.is_empty() {
+        obj.spread(&r.src)?;
+    }
+    for &place in &obj.others {
+        match request(CmOp::Listen, place, |r| r.value = backlog) {
+            // Nobody comes by a device that is lost.
+            Ok(_) | Err(libc::EIO) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    address::write(&r.src, &mut obj.c.route.addr.src);
+    Ok(())
 }
 
 /// Binds a datagram identifier to an address, and gives it a device, so that a QP can be made for it.
@@ -293,6 +332,8 @@ pub(crate) unsafe fn bind_to_device(id: *mut rdma_cm_id, addr: *const libc::sock
     // SAFETY: by the contract.
     unsafe {
         bind(object(id), addr)?;
+        // It has one QP, so one device.
+        object(id).leave_others();
         object(id).attach_device()?;
         // A datagram's sender is known by the GID in its header, which is the VF's.
         if crate::hosted::is_ours((*id).verbs) { Ok(()) } else { Err(libc::EOPNOTSUPP) }
@@ -308,7 +349,7 @@ pub(crate) unsafe fn answer_by_itself(id: *mut rdma_cm_id) -> Result<(), i32> {
     let obj = unsafe { object(id) };
     // SAFETY: as above.
     let qpn = unsafe { (*obj.c.qp).qp_num };
-    let r = request(CmOp::Listen, obj.handle, |r| r.param.qpn = qpn)?;
+    let r = request(CmOp::Listen, obj.at, |r| r.param.qpn = qpn)?;
     address::write(&r.src, &mut obj.c.route.addr.src);
     Ok(())
 }
@@ -343,23 +384,31 @@ pub unsafe extern "C" fn x_rdma_set_option(
             _ => return done(Err(libc::EINVAL)),
         }
     };
-    done(request(CmOp::SetOption, obj.handle, |r| (r.option, r.value) = (option, value)).map(|_| ()))
+    let set = |place| request(CmOp::SetOption, place, |r| (r.option, r.value) = (option, value)).map(|_| ());
+    done(obj.places().try_for_each(set).map(|()| obj.options.push((option, value))))
 }
 
 /// The devices, in a list that ends with NULL.
 pub unsafe extern "C" fn x_rdma_get_devices(num: *mut i32) -> *mut *mut ibv_context {
-    let mut list: Vec<*mut ibv_context> = shared_context().map(|(v, _)| v).into_iter().collect();
+    let mut list: Vec<_> = with_devices(|all| all.iter().map(|d| d.verbs).collect()).unwrap_or_default();
     if !num.is_null() {
         // SAFETY: room for a number.
         unsafe { *num = list.len() as i32 };
     }
-    list.resize(2, std::ptr::null_mut());
+    list.push(std::ptr::null_mut());
     Box::into_raw(list.into_boxed_slice()).cast()
 }
 
 pub unsafe extern "C" fn x_rdma_free_devices(list: *mut *mut ibv_context) {
-    if !list.is_null() {
-        // SAFETY: a list of rdma_get_devices has two elements.
-        unsafe { drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, 2))) };
+    if list.is_null() {
+        return;
+    }
+    let mut n = 0;
+    // SAFETY: a list of rdma_get_devices ends with NULL.
+    unsafe {
+        while !(*list.add(n)).is_null() {
+            n += 1;
+        }
+        drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, n + 1)));
     }
 }

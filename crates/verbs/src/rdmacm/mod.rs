@@ -6,6 +6,7 @@ mod addrinfo;
 mod connect;
 mod event;
 mod id;
+mod place;
 mod qp;
 
 use std::collections::HashMap;
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex};
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command};
 use unirdma_driver as driver;
+use unirdma_driver::fds::Known;
 use unirdma_verbs_abi::*;
 
 use crate::device::{session, x_ibv_close_device, x_ibv_free_device_list, x_ibv_get_device_list, x_ibv_open_device};
@@ -27,7 +29,7 @@ pub use event::*;
 pub use id::*;
 pub use qp::*;
 
-/// The device that all identifiers of this process share.
+/// A device as this process's identifiers use it.
 struct Device {
     verbs: *mut ibv_context,
     session: Arc<driver::Context>,
@@ -35,67 +37,92 @@ struct Device {
     pd: *mut ibv_pd,
     /// The XRC domain of QPs and SRQs that are created without one.
     xrcd: *mut ibv_xrcd,
-    pid: u32,
+    /// The identifiers that have a place on it.
     ids: HashMap<u32, *mut IdObj>,
 }
 
 // SAFETY: the pointers are to objects that any thread may use.
 unsafe impl Send for Device {}
 
-static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
+/// The devices of a process: one for each vRNIC of its container, all of which are in one group.
+struct Devices {
+    pid: u32,
+    all: Vec<Device>,
+}
 
-/// Calls `f` with the device. The device is opened on first use, and again in a forked child.
-fn with_device<R>(f: impl FnOnce(&mut Device) -> R) -> Result<R, i32> {
+static DEVICES: Mutex<Devices> = Mutex::new(Devices { pid: 0, all: Vec::new() });
+
+/// Calls `f` with the devices, of which there is at least one. They are opened on first use, and again in a forked
+/// child.
+fn with_devices<R>(f: impl FnOnce(&mut [Device]) -> R) -> Result<R, i32> {
     let pid = std::process::id();
-    let is_open = |slot: &Option<Device>| slot.as_ref().is_some_and(|d| d.pid == pid);
-    let was_open = is_open(&lock(&DEVICE));
+    let were_open = lock(&DEVICES).pid == pid;
     // Opening may wait for a VF, so no lock is held.
-    let new = if was_open { None } else { Some(open(pid)?) };
-    let mut slot = lock(&DEVICE);
-    if is_open(&slot) {
-        if let Some(surplus) = new {
+    let new = if were_open { Vec::new() } else { open()? };
+    let mut devices = lock(&DEVICES);
+    if devices.pid == pid {
+        for surplus in new {
             // SAFETY: opened above, and nobody has seen it.
             unsafe { x_ibv_close_device(surplus.verbs) };
         }
     } else {
-        *slot = new;
+        *devices = Devices { pid, all: new };
     }
-    slot.as_mut().map(f).ok_or(libc::ENODEV)
+    Ok(f(&mut devices.all))
 }
 
-fn open(pid: u32) -> Result<Device, i32> {
+/// Calls `f` with one of the devices.
+fn with_device<R>(number: usize, f: impl FnOnce(&mut Device) -> R) -> Result<R, i32> {
+    with_devices(|all| all.get_mut(number).map(f))?.ok_or(libc::ENODEV)
+}
+
+/// Opens all devices that can be opened.
+///
+/// # Errors
+/// `ENODEV` if there is none.
+fn open() -> Result<Vec<Device>, i32> {
     let mut n = 0;
-    // SAFETY: the list is given back before this function returns; the first device is in it.
-    let verbs = unsafe {
+    // SAFETY: the list is given back before this function returns; it has `n` devices.
+    let opened: Vec<_> = unsafe {
         let list = x_ibv_get_device_list(&mut n);
-        let verbs = if n > 0 { x_ibv_open_device(*list) } else { std::ptr::null_mut() };
+        if list.is_null() {
+            return Err(libc::ENODEV);
+        }
+        let opened = (0..n as usize).map(|i| x_ibv_open_device(*list.add(i))).filter(|v| !v.is_null()).collect();
         x_ibv_free_device_list(list);
-        verbs
+        opened
     };
-    if verbs.is_null() {
+    if opened.is_empty() {
         return Err(libc::ENODEV);
     }
-    // SAFETY: just opened.
-    let session = unsafe { session(verbs) }?;
-    Ok(Device { verbs, session, pd: std::ptr::null_mut(), xrcd: std::ptr::null_mut(), pid, ids: HashMap::new() })
-}
-
-/// The context of the shared device.
-fn shared_context() -> Result<(*mut ibv_context, Arc<driver::Context>), i32> {
-    with_device(|d| (d.verbs, d.session.clone()))
+    let device = |verbs| {
+        // SAFETY: just opened.
+        let session = unsafe { session(verbs) }?;
+        Ok(Device { verbs, session, pd: std::ptr::null_mut(), xrcd: std::ptr::null_mut(), ids: HashMap::new() })
+    };
+    opened.into_iter().map(device).collect()
 }
 
 /// An event channel. Programs know only the C structure.
 #[repr(C)]
 pub(crate) struct EventChannelObj {
     c: rdma_event_channel,
+    /// One for each device that was not lost when the channel was made; at least one.
+    parts: Vec<ChannelPart>,
+    /// Readable if one of several parts is. Then it is the channel's descriptor.
+    all: Option<Known>,
+}
+
+/// The events of one device on a channel.
+struct ChannelPart {
+    device: usize,
     session: Arc<driver::Context>,
     events: driver::EventSource,
     /// Messages on `events` whose event has gone with its identifier, or to another channel.
     stale: AtomicI32,
 }
 
-impl EventChannelObj {
+impl ChannelPart {
     /// Takes the messages of `n` events that have left the queue, so that the descriptor does not announce them. A
     /// reader may be taking one of them at this moment, and one may still be on its way.
     fn discard(&self, n: u32) {
@@ -112,11 +139,39 @@ impl EventChannelObj {
     }
 }
 
+impl EventChannelObj {
+    /// The object that contains a channel.
+    ///
+    /// # Safety
+    /// `channel` is a channel of this library.
+    unsafe fn of<'a>(channel: *mut rdma_event_channel) -> &'a EventChannelObj {
+        // SAFETY: by the contract.
+        unsafe { &*channel.cast::<EventChannelObj>() }
+    }
+
+    /// The part of a device.
+    fn part(&self, device: usize) -> Result<&ChannelPart, i32> {
+        self.parts.iter().find(|p| p.device == device).ok_or(libc::EIO)
+    }
+}
+
+/// Where an identifier is.
+#[derive(Clone, Copy)]
+struct Place {
+    device: usize,
+    /// Its number there; 0 if it is to be made.
+    handle: u32,
+}
+
 /// An identifier.
 #[repr(C)]
 pub(crate) struct IdObj {
     c: rdma_cm_id,
-    handle: u32,
+    at: Place,
+    /// Its places on the other devices: an address that names no device is that of all of them.
+    others: Vec<Place>,
+    /// What its program has set, for a place on another device.
+    options: Vec<(u8, u32)>,
     /// True if it has a channel for itself, so that its calls wait until they are done.
     sync: bool,
     /// Events that were handed out and not acknowledged.
@@ -151,11 +206,16 @@ unsafe fn object<'a>(id: *mut rdma_cm_id) -> &'a mut IdObj {
 }
 
 /// Sends a request of connection management to the virtual layer.
-fn request(op: CmOp, handle: u32, change: impl FnOnce(&mut abi::CmReq)) -> Result<abi::CmResp, i32> {
-    let (_, session) = shared_context()?;
-    let mut r = abi::CmReq { op: op as u8, id: handle, ..Default::default() };
+fn request(op: CmOp, at: Place, change: impl FnOnce(&mut abi::CmReq)) -> Result<abi::CmResp, i32> {
+    let session = with_device(at.device, |d| d.session.clone())?;
+    let mut r = abi::CmReq { op: op as u8, id: at.handle, ..Default::default() };
     change(&mut r);
     let result = session.command(Command::Cm, &r);
-    crate::trace::trace!("rdma_cm {op:?}({handle:#x}) = {:?}", result.as_ref().map(|r: &abi::CmResp| r.id));
+    crate::trace::trace!(
+        "rdma_cm {op:?}({}:{:#x}) = {:?}",
+        at.device,
+        at.handle,
+        result.as_ref().map(|r: &abi::CmResp| r.id)
+    );
     result
 }

@@ -7,7 +7,7 @@ use unirdma_abi::Command;
 use unirdma_formats::attr_mask as m;
 use unirdma_verbs_abi::*;
 
-use super::{IdObj, object, shared_context, with_device};
+use super::{IdObj, object, with_device};
 use crate::any;
 use crate::device::{hosted_behind, x_ibv_query_device};
 use crate::done;
@@ -29,8 +29,8 @@ fn last_error() -> i32 {
 }
 
 /// The PD of QPs that are created without one.
-pub(super) fn default_pd() -> Result<*mut ibv_pd, i32> {
-    with_device(|d| {
+pub(super) fn default_pd(device: usize) -> Result<*mut ibv_pd, i32> {
+    with_device(device, |d| {
         if d.pd.is_null() {
             // SAFETY: the shared device is open.
             d.pd = unsafe { any::alloc_pd(d.verbs) };
@@ -40,9 +40,9 @@ pub(super) fn default_pd() -> Result<*mut ibv_pd, i32> {
 }
 
 /// The XRC domain of QPs and SRQs that are created without one.
-fn default_xrcd() -> Result<*mut ibv_xrcd, i32> {
+fn default_xrcd(device: usize) -> Result<*mut ibv_xrcd, i32> {
     const FD_AND_FLAGS: u32 = 3;
-    with_device(|d| {
+    with_device(device, |d| {
         if d.xrcd.is_null() {
             let mut attr = ibv_xrcd_init_attr { comp_mask: FD_AND_FLAGS, fd: -1, oflags: libc::O_CREAT };
             // SAFETY: the shared device is open.
@@ -58,7 +58,7 @@ impl IdObj {
         if self.c.verbs.is_null() {
             return Err(libc::EINVAL);
         }
-        let pd = if pd.is_null() { default_pd()? } else { pd };
+        let pd = if pd.is_null() { default_pd(self.at.device)? } else { pd };
         // SAFETY: the caller's PD or the default one.
         if unsafe { (*pd).context } != self.c.verbs {
             return Err(libc::EINVAL);
@@ -68,8 +68,9 @@ impl IdObj {
 
     /// The attributes with which the QP goes to `state`, and their mask.
     pub(super) fn qp_attr(&self, state: u32) -> Result<(u32, abi::QpAttr), i32> {
-        let (_, session) = shared_context()?;
-        let r: abi::CmQpAttrResp = session.command(Command::CmQpAttr, &abi::CmQpAttrReq { id: self.handle, state })?;
+        let session = with_device(self.at.device, |d| d.session.clone())?;
+        let r: abi::CmQpAttrResp =
+            session.command(Command::CmQpAttr, &abi::CmQpAttrReq { id: self.at.handle, state })?;
         Ok((r.attr_mask, r.attr))
     }
 
@@ -95,7 +96,7 @@ impl IdObj {
         self.modify(RTR, |a| a.max_dest_rd_atomic = limits.map_or(a.max_dest_rd_atomic, |l| l.0))?;
         self.modify(RTS, |a| a.max_rd_atomic = limits.map_or(a.max_rd_atomic, |l| l.1))?;
         if limits.is_none() {
-            super::request(unirdma_abi::CmOp::Establish, self.handle, |_| ())?;
+            super::request(unirdma_abi::CmOp::Establish, self.at, |_| ())?;
         }
         Ok(())
     }
@@ -210,7 +211,7 @@ pub(super) unsafe fn create(obj: &mut IdObj, pd: *mut ibv_pd, init: &mut ibv_qp_
             return Err(libc::EOPNOTSUPP);
         }
         // SAFETY: a domain of this library.
-        let xrcd = unsafe { handle_of(default_xrcd()?) };
+        let xrcd = unsafe { handle_of(default_xrcd(obj.at.device)?) };
         // SAFETY: by the contract.
         let qp = unsafe { crate::qp::create(obj.c.verbs, std::ptr::null_mut(), init, xrcd, None) };
         return obj.adopt(qp, pd);
@@ -305,7 +306,7 @@ pub unsafe extern "C" fn x_rdma_create_srq_ex(id: *mut rdma_cm_id, attr: *mut ib
         (a.pd, a.comp_mask) = (pd, a.comp_mask | SRQ_PD);
         if a.comp_mask & SRQ_TYPE != 0 && a.srq_type == SRQT_XRC {
             if a.comp_mask & SRQ_XRCD == 0 || a.xrcd.is_null() {
-                (a.xrcd, a.comp_mask) = (default_xrcd()?, a.comp_mask | SRQ_XRCD);
+                (a.xrcd, a.comp_mask) = (default_xrcd(obj.at.device)?, a.comp_mask | SRQ_XRCD);
             }
             if a.comp_mask & SRQ_CQ == 0 || a.cq.is_null() {
                 (obj.c.recv_cq_channel, obj.c.recv_cq) = obj.make_cq(a.attr.max_wr)?;
