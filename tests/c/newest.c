@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * What rdma-core 60 to 65 has added: registration with attributes, buffers of the library, and calls that are refused
- * as rdma-core refuses them for a provider without them. The functions are looked up, since older headers lack them.
+ * What rdma-core has added up to version 65: registration with attributes, buffers of the library, capabilities, and
+ * calls that are refused as rdma-core refuses them for a provider without them. The functions are looked up, since older headers lack them.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -11,7 +11,9 @@
 
 #include "check.h"
 
-enum { IOVA = 1, ADDR = 2, FD = 4, FD_OFFSET = 8, DMAH = 16, BUF = 32, LEN = 5000, UNKNOWN = 64, SPEED_CHANGE = 20 };
+enum { IOVA = 1, ADDR = 2, FD = 4, FD_OFFSET = 8, DMAH = 16, BUF = 32, UNKNOWN = 64, LEN = 5000 };
+/* IBV_EVENT_DEVICE_SPEED_CHANGE, IBV_ODP_SUPPORT_FLUSH, IBV_ODP_SUPPORT_ATOMIC_WRITE */
+enum { SPEED_CHANGE = 20, ODP_FLUSH = 64, ODP_ATOMIC_WRITE = 128 };
 
 /* struct ibv_mr_init_attr */
 struct attr {
@@ -96,6 +98,16 @@ static void buffers(struct ibv_pd *pd, struct ibv_pd *other)
 	CHECK((CALL3("IBVERBS_1.17", "ibv_free_buf", buf, 0, 0), 1));
 }
 
+/* On-demand paging is there for all operations. */
+static void paging(struct ibv_context *ctx)
+{
+	struct ibv_device_attr_ex attr;
+	uint32_t both = ODP_FLUSH | ODP_ATOMIC_WRITE;
+
+	CHECK(!ibv_query_device_ex(ctx, NULL, &attr));
+	CHECK((attr.odp_caps.per_transport_caps.rc_odp_caps & both) == both && (attr.xrc_odp_caps & both) == both);
+}
+
 static void refusals(struct ibv_context *ctx, struct ibv_pd *pd)
 {
 	struct ibv_alloc_dm_attr dm_attr = { .length = 4096 };
@@ -136,6 +148,7 @@ int main(void)
 	CHECK((pd = ibv_alloc_pd(ctx)) && (other = ibv_alloc_pd(ctx)));
 	registers(pd);
 	buffers(pd, other);
+	paging(ctx);
 	refusals(ctx, pd);
 	CHECK(!ibv_dealloc_pd(other) && !ibv_dealloc_pd(pd) && !ibv_close_device(ctx));
 	ibv_free_device_list(list);
