@@ -29,6 +29,33 @@ pub struct ibv_sge {
     pub lkey: u32,
 }
 
+/// What `ibv_reg_mr_ex` registers. `comp_mask` says which of the fields behind it count; programs of older versions
+/// have no memory for the last ones.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_mr_init_attr {
+    pub length: usize,
+    pub access: i32,
+    pub comp_mask: u64,
+    pub iova: u64,
+    pub addr: *mut c_void,
+    pub fd: i32,
+    pub fd_offset: u64,
+    pub dmah: *mut c_void,
+    pub buf: *mut c_void,
+}
+const _: () = assert!(size_of::<ibv_mr_init_attr>() == 72 && std::mem::offset_of!(ibv_mr_init_attr, buf) == 64);
+
+/// `comp_mask` of [`ibv_mr_init_attr`].
+pub mod reg_mr_mask {
+    pub const IOVA: u64 = 1 << 0;
+    pub const ADDR: u64 = 1 << 1;
+    pub const FD: u64 = 1 << 2;
+    pub const FD_OFFSET: u64 = 1 << 3;
+    pub const DMAH: u64 = 1 << 4;
+    pub const BUF: u64 = 1 << 5;
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_send_wr_rdma {

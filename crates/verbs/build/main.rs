@@ -108,10 +108,11 @@ fn implemented(dir: &Path, names: &mut BTreeSet<String>) {
     }
 }
 
-/// The stub for a missing function. Errors are reported as -1, as NULL, or as an errno value.
+/// The stub for a missing function. Errors are reported as -1, as NULL, or as an errno value. What returns a descriptor
+/// is of the first kind.
 fn stub(version: &str, name: &str) -> &'static str {
     const POINTERS: [&str; 7] = ["alloc", "create", "reg_", "open", "import", "_str", "get_"];
-    if version.starts_with("RDMACM") {
+    if version.starts_with("RDMACM") || name.ends_with("_fd") {
         "stub_minus_one"
     } else if !name.starts_with("ibv_cmd")
         && POINTERS.iter().any(|p| name.contains(p))

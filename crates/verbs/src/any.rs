@@ -25,6 +25,10 @@ trampolines! {
     fn alloc_pd = "__unirdma_any_ibv_alloc_pd" (c: *mut ibv_context) -> *mut ibv_pd;
     fn reg_mr = "__unirdma_any_ibv_reg_mr"
         (pd: *mut ibv_pd, addr: *mut c_void, len: usize, access: i32) -> *mut ibv_mr;
+    fn reg_mr_iova2 = "__unirdma_any_ibv_reg_mr_iova2"
+        (pd: *mut ibv_pd, addr: *mut c_void, len: usize, iova: u64, access: u32) -> *mut ibv_mr;
+    fn reg_dmabuf_mr = "__unirdma_any_ibv_reg_dmabuf_mr"
+        (pd: *mut ibv_pd, offset: u64, len: usize, iova: u64, fd: i32, access: i32) -> *mut ibv_mr;
     fn dereg_mr = "__unirdma_any_ibv_dereg_mr" (mr: *mut ibv_mr) -> i32;
     fn create_comp_channel = "__unirdma_any_ibv_create_comp_channel" (c: *mut ibv_context) -> *mut ibv_comp_channel;
     fn destroy_comp_channel = "__unirdma_any_ibv_destroy_comp_channel" (channel: *mut ibv_comp_channel) -> i32;

@@ -398,8 +398,8 @@ pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_
 const MEM_MGT_EXTENSIONS: u32 = 1 << 21;
 const ODP_SUPPORT: u64 = 1;
 const ODP_IMPLICIT: u64 = 2;
-/// SEND 1, RECV 2, WRITE 4, READ 8, ATOMIC 16, SRQ_RECV 32.
-const ODP_RC: u32 = 0x3f;
+/// SEND 1, RECV 2, WRITE 4, READ 8, ATOMIC 16, SRQ_RECV 32, FLUSH 64, ATOMIC_WRITE 128.
+const ODP_RC: u32 = 0xff;
 const ODP_UC: u32 = 0x27;
 const ODP_UD: u32 = 0x23;
 

@@ -10,6 +10,7 @@
 
 mod ah;
 mod any;
+mod buf;
 mod cq;
 mod cq_ex;
 mod device;
@@ -35,6 +36,7 @@ mod xrcd;
 /// All implementations, for the trampolines.
 mod api {
     pub use crate::ah::*;
+    pub use crate::buf::*;
     pub use crate::cq::*;
     pub use crate::device::*;
     pub use crate::domain::*;

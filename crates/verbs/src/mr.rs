@@ -120,48 +120,6 @@ pub unsafe extern "C" fn x_ibv_reg_dmabuf_mr(
     null(libc::EOPNOTSUPP)
 }
 
-/// Memory that is shared with the virtual layer from the start (rdma-core 65).
-pub unsafe extern "C" fn x_ibv_alloc_buf(_pd: *mut ibv_pd, size: usize, buf: *mut *mut driver::Buffer) -> *mut c_void {
-    match driver::Buffer::new(size) {
-        Ok(b) => {
-            let addr = b.addr() as *mut c_void;
-            trace!("ibv_alloc_buf({size}) = {addr:p}");
-            // SAFETY: the caller passes room for the handle.
-            unsafe { *buf = Box::into_raw(Box::new(b)) };
-            addr
-        }
-        Err(e) => null(e),
-    }
-}
-
-pub unsafe extern "C" fn x_ibv_free_buf(buf: *mut driver::Buffer) {
-    trace!("ibv_free_buf()");
-    if !buf.is_null() {
-        // SAFETY: boxed in ibv_alloc_buf, given back once.
-        unsafe { drop(Box::from_raw(buf)) };
-    }
-}
-
-pub unsafe extern "C" fn x_ibv_reg_buf_mr(
-    pd: *mut ibv_pd,
-    buf: *mut driver::Buffer,
-    addr: *mut c_void,
-    length: usize,
-    access: i32,
-) -> *mut ibv_mr {
-    // SAFETY: the caller passes a live handle of ibv_alloc_buf.
-    if !unsafe { &*buf }.holds(addr as usize, length) {
-        return null(libc::EINVAL);
-    }
-    // SAFETY: as ibv_reg_mr. For a VF the buffer is memory as any other.
-    unsafe {
-        if !crate::hosted::is_ours((*pd).context) {
-            return crate::any::reg_mr(pd, addr, length, access);
-        }
-        register(pd, addr, length, addr as u64, access as u32)
-    }
-}
-
 /// Parameters of a registration.
 #[derive(Clone, Copy)]
 struct Range {

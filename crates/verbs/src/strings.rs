@@ -49,6 +49,7 @@ pub extern "C" fn x_ibv_event_type_str(e: i32) -> *const c_char {
         c"client reregistration",
         c"GID table change",
         c"WQ fatal",
+        c"Device link speed change",
     ];
     text(&table, e, c"unknown")
 }

@@ -29,6 +29,13 @@ pub(crate) extern "C" fn stub_minus_one(n: *const c_char) -> i32 {
     -1
 }
 
+/// There are no completion counters. As in rdma-core, the answer is zeroed for programs that do not look at the error.
+pub unsafe extern "C" fn x__ibv_query_comp_cntr_caps(_c: *mut ibv_context, caps: *mut c_void, size: usize) -> i32 {
+    // SAFETY: the caller passes `size` bytes of room.
+    unsafe { std::ptr::write_bytes(caps.cast::<u8>(), 0, size) };
+    stub_errno(c"ibv_query_comp_cntr_caps".as_ptr())
+}
+
 /// Nothing to prepare for contexts of our own: a forked child must not use its parent's devices, and gets pages of its
 /// own. The real library is told.
 pub extern "C" fn x_ibv_fork_init() -> i32 {

@@ -1,5 +1,5 @@
 //! Our C programs: one loads the library as UCX and Python do and uses it from many threads, one uses queues in all
-//! ways, one matches tags, one calls all functions with random arguments.
+//! ways, one matches tags, one calls the newest functions, one calls all functions with random arguments.
 
 use crate::support::*;
 
@@ -35,6 +35,11 @@ pub(crate) fn tests(t: &mut Tests) {
         let exe = compile(lab, "queues", &["-libverbs", "-pthread"])?;
         let o = lab.spawn("a", &[], &exe)?.finish();
         require(o.ok() && o.text.contains("all queues worked"), o.text)
+    });
+    t.on(abc, "the newest calls of rdma-core work, or are refused as there (C program)", |lab| {
+        let exe = compile(lab, "newest", &["-libverbs", "-ldl"])?;
+        let o = lab.spawn("a", &[], &exe)?.finish();
+        require(o.ok() && o.text.contains("all newer calls answered"), o.text)
     });
     t.on(abc, "waits for events and their descriptors (C program)", |lab| {
         let exe = compile(lab, "waits", &["-fexceptions", "-pthread", "-libverbs", "-lrdmacm"])?;

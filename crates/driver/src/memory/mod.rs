@@ -126,12 +126,6 @@ impl Buffer {
     pub fn addr(&self) -> usize {
         self.0.span().addr()
     }
-
-    /// True if `[addr, addr + len)` lies in it.
-    pub fn holds(&self, addr: usize, len: usize) -> bool {
-        let off = addr.wrapping_sub(self.addr());
-        addr >= self.addr() && off.checked_add(len).is_some_and(|end| end <= self.0.span().len())
-    }
 }
 
 /// Installs the fork handlers, and opens files that the program may not be able to open later. Called when the library

@@ -305,6 +305,18 @@ pub(crate) unsafe fn fork_range(base: *mut std::ffi::c_void, size: usize, dont: 
     unsafe { f(base, size) }
 }
 
+/// `ibv_reg_mr_ex` of the real library, if it has it.
+///
+/// # Safety
+/// As that function, with a hosted PD.
+pub(crate) unsafe fn reg_mr_ex(pd: *mut ibv_pd, attr: *mut ibv_mr_init_attr) -> *mut ibv_mr {
+    match real::get().and_then(|r| r.calls.reg_mr_ex) {
+        // SAFETY: by the contract.
+        Some(f) => unsafe { f(pd, attr) },
+        None => crate::null(libc::EOPNOTSUPP),
+    }
+}
+
 /// `ibv_ack_async_event` for an event of a hosted object. Returns false if the object is ours.
 ///
 /// # Safety

@@ -41,28 +41,33 @@ const PRIVATE: [&CStr; 5] = [
     c"verbs_register_driver_65",
 ];
 
+type RegMrEx = unsafe extern "C" fn(*mut ibv_pd, *mut ibv_mr_init_attr) -> *mut ibv_mr;
+
 /// Declares [`Calls`], and how it is filled in.
 macro_rules! calls {
     ($($field:ident = $name:literal $version:literal ($($arg:ty),*) $(-> $out:ty)?;)*) => {
         /// Functions of the real library.
         pub(super) struct Calls {
             $(pub $field: unsafe extern "C" fn($($arg),*) $(-> $out)?,)*
-            /// Newer than the others.
+            /// Newer than the others, as is the next one.
             pub is_fork_initialized: Option<unsafe extern "C" fn() -> i32>,
+            pub reg_mr_ex: Option<RegMrEx>,
         }
 
         impl Calls {
             fn find(handle: *mut c_void) -> Result<Calls, &'static CStr> {
                 let must = |name: &'static CStr, version| find(handle, name, version).ok_or(name);
-                let newer = find(handle, c"ibv_is_fork_initialized", c"IBVERBS_1.13");
+                let is_fork_initialized = find(handle, c"ibv_is_fork_initialized", c"IBVERBS_1.13");
+                let reg_mr_ex = find(handle, c"ibv_reg_mr_ex", c"IBVERBS_1.15");
                 // SAFETY: the functions of these names and versions have these types.
                 unsafe {
                     Ok(Calls {
                         $($field: std::mem::transmute::<usize, unsafe extern "C" fn($($arg),*) $(-> $out)?>(
                             must($name, $version)?
                         ),)*
-                        is_fork_initialized: newer
+                        is_fork_initialized: is_fork_initialized
                             .map(|at| std::mem::transmute::<usize, unsafe extern "C" fn() -> i32>(at)),
+                        reg_mr_ex: reg_mr_ex.map(|at| std::mem::transmute::<usize, RegMrEx>(at)),
                     })
                 }
             }
