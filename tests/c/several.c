@@ -8,7 +8,9 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <rdma/rdma_cma.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "check.h"
@@ -93,6 +95,13 @@ static void end(struct rdma_cm_id *id)
 	CHECK(!rdma_destroy_id(id));
 }
 
+/* Waits for a request. Returns the errno. */
+static void *wait_for_request(void *listener)
+{
+	struct rdma_cm_id *id;
+	return (void *)(intptr_t)(rdma_get_request(listener, &id) ? errno : 0);
+}
+
 int main(int argc, char **argv)
 {
 	CHECK(argc == 3);
@@ -152,11 +161,21 @@ int main(int argc, char **argv)
 	end(chosen);
 	CHECK(is_quiet(clients) && is_quiet(first) && is_quiet(second));
 
+	/* A thread that waits for the second one alone. */
+	struct rdma_cm_id *alone = identifier(NULL);
+	pthread_t waits;
+	CHECK(!bind_to(alone, argv[2], 0) && !rdma_listen(alone, 1));
+	CHECK(!pthread_create(&waits, NULL, wait_for_request, alone));
+
 	/* The second vRNIC goes. What is on it ends, and the first one goes on, by the same channels. */
 	printf("ready\n");
 	fflush(stdout);
 	CHECK(expect(second, RDMA_CM_EVENT_DEVICE_REMOVAL) == served[1]);
+	CHECK(is_quiet(second));
 	end(served[1]);
+	void *why;
+	CHECK(!pthread_join(waits, &why) && (intptr_t)why == EIO);
+	end(alone);
 	end(a);
 	CHECK(expect(first, RDMA_CM_EVENT_DISCONNECTED) == served[0]);
 	end(served[0]);

@@ -1,7 +1,7 @@
 //! The network of a container: an Ethernet interface for each vRNIC, whose frames the virtual layer switches.
 //!
-//! An interface is a tap or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is read through a
-//! packet socket. Neither needs a privilege outside of the container's own namespaces.
+//! An interface is a tap or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is read
+//! through a packet socket. Neither needs a privilege outside of the container's own namespaces.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -173,8 +173,8 @@ fn add_address(ip: &IpNet, link: i32) -> io::Result<()> {
     netlink(libc::RTM_NEWADDR, 0x400 | 0x200, &m)
 }
 
-/// The routing table for packets that an interface's addresses send; the first interface has the main one. Numbers up to
-/// 255 may have other uses.
+/// The routing table for packets from an interface's addresses; the first interface has the main one. Numbers up to 255
+/// may have other uses.
 fn table(number: usize) -> u32 {
     const MAIN: u32 = 254;
     if number == 0 { MAIN } else { 1000 + number as u32 }

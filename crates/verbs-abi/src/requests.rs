@@ -29,8 +29,8 @@ pub struct ibv_sge {
     pub lkey: u32,
 }
 
-/// What `ibv_reg_mr_ex` registers. `comp_mask` says which of the fields behind it count; programs of older versions
-/// have no memory for the last ones.
+/// A registration with `ibv_reg_mr_ex`. `comp_mask` says which of the fields behind it count; programs of older
+/// versions have no memory for the last ones.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_mr_init_attr {

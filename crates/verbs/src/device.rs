@@ -165,12 +165,12 @@ impl DeviceObj {
         &self.name
     }
 
-    /// The device that a program has: one of a list, or that of an open context, ours or hosted.
+    /// The device behind what a program has: a device of a list or of an open context, ours or hosted.
     ///
     /// # Safety
     /// `d` is such a device.
     unsafe fn behind(d: *mut ibv_device) -> Option<&'static DeviceObj> {
-        // SAFETY: all devices, also those of the real library, begin with the same structure.
+        // SAFETY: all devices, also the real library's, begin with the same structure.
         unsafe {
             if (*d.cast::<verbs_device>()).ops == std::ptr::from_ref(&DEVICE_OPS).cast() {
                 Some(&*d.cast::<DeviceObj>())

@@ -150,9 +150,11 @@ pub(crate) fn tests(t: &mut Tests) {
         let lab = lab_of(Some(own_user()), &["a", "b"])?;
         let source = harness::root().join("tests/c/several.c");
         let mut gcc = Command::new("gcc");
-        let built = Output::of(
-            gcc.current_dir(&lab.dir).args(["-O1", "-o", "several"]).arg(source).args(["-lrdmacm", "-libverbs"]),
-        );
+        let built = Output::of(gcc.current_dir(&lab.dir).args(["-O1", "-o", "several"]).arg(source).args([
+            "-lrdmacm",
+            "-libverbs",
+            "-lpthread",
+        ]));
         require(built.ok(), built.text)?;
         let exe = lab.dir.join("several").display().to_string();
         let bind = format!("{}:ro", Path::new(&exe).display());

@@ -39,7 +39,7 @@ pub unsafe extern "C" fn x_rdma_get_cm_event(channel: *mut rdma_event_channel, e
         return -1;
     }
     // SAFETY: the caller passes its channel.
-    match unsafe { next(channel) } {
+    match unsafe { next(channel, None) } {
         Ok(e) => {
             // SAFETY: room for the event.
             unsafe { *event = e };
@@ -52,25 +52,35 @@ pub unsafe extern "C" fn x_rdma_get_cm_event(channel: *mut rdma_event_channel, e
     }
 }
 
-/// Waits for the next event of a channel, unless its descriptor does not block.
+/// Waits for the next event of a channel, unless its descriptor does not block. `of`: the device whose event the caller
+/// needs, so that it does not wait for the others once this one is lost.
 ///
 /// # Safety
 /// `channel` is one of this library.
-pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_cm_event, i32> {
+pub(super) unsafe fn next(channel: *mut rdma_event_channel, of: Option<usize>) -> Result<*mut rdma_cm_event, i32> {
     // SAFETY: by the contract.
     let ch = unsafe { EventChannelObj::of(channel) };
     loop {
+        if of.is_some_and(|device| ch.part(device).is_ok_and(|part| part.events.is_silenced())) {
+            return Err(libc::EIO);
+        }
         let (part, told) = ch.next_message()?;
         let r: Result<abi::CmEvent, i32> = told.and_then(|()| {
             part.session.command(Command::CmEvent, &abi::CmEventReq { queue: part.events.number(), reserved: 0 })
         });
         match r {
-            Err(libc::EIO) => match removal(channel, part.device) {
-                Some(event) => return Ok(event),
-                None if ch.all.is_none() => return Err(libc::EIO),
-                // The events of the other devices go on.
-                None => part.events.silence(),
-            },
+            Err(libc::EIO) => {
+                let (event, are_left) = removal(channel, part.device);
+                if ch.all.is_some() && !are_left {
+                    // The events of the other devices go on.
+                    part.events.silence();
+                }
+                match event {
+                    Some(event) => return Ok(event),
+                    None if ch.all.is_none() => return Err(libc::EIO),
+                    None => {}
+                }
+            }
             // The event has gone with its identifier, or to another channel.
             Err(libc::ENOENT) => _ = part.stale.fetch_sub(1, Ordering::AcqRel),
             Err(e) => return Err(e),
@@ -123,22 +133,23 @@ impl EventChannelObj {
 }
 
 /// Called when a device is lost. Returns a removal event for the next identifier of the channel that has it and was not
-/// told yet.
-fn removal(channel: *mut rdma_event_channel, device: usize) -> Option<*mut rdma_cm_event> {
+/// told yet, and whether others are left.
+fn removal(channel: *mut rdma_event_channel, device: usize) -> (Option<*mut rdma_cm_event>, bool) {
     let found = with_device(device, |d| {
         // SAFETY: the table holds live identifiers.
-        let mut ids = d.ids.values().map(|&at| unsafe { &mut *at });
-        let at = ids.find(|o| o.c.channel == channel && !o.c.verbs.is_null() && !o.sync && !o.removed)?;
+        let ids = d.ids.values().map(|&at| unsafe { &mut *at });
+        let mut untold = ids.filter(|o| o.c.channel == channel && !o.c.verbs.is_null() && !o.sync && !o.removed);
+        let at = untold.next()?;
         at.removed = true;
         at.events.give();
-        Some(std::ptr::from_mut(at))
+        Some((std::ptr::from_mut(at), untold.next().is_some()))
     });
-    let at = found.ok().flatten()?;
+    let Some((at, are_left)) = found.ok().flatten() else { return (None, false) };
     // SAFETY: integers and pointers; destroying the identifier waits for this event.
     let mut c: rdma_cm_event = unsafe { std::mem::zeroed() };
     (c.id, c.event) = (at.cast(), DEVICE_REMOVAL);
     trace!("rdma_get_cm_event() = device removal");
-    Some(Box::into_raw(Box::new(EventObj { c, private: [[0; 32]; 7] })).cast())
+    (Some(Box::into_raw(Box::new(EventObj { c, private: [[0; 32]; 7] })).cast()), are_left)
 }
 
 /// Handles an event. Returns the event that the program sees; `None` if the program need not see it.
@@ -334,7 +345,7 @@ unsafe fn get_request(listen: *mut rdma_cm_id) -> Result<*mut rdma_cm_id, i32> {
     l.give_back_event();
     // SAFETY: the identifier's own channel and events; what comes is from this library.
     unsafe {
-        let event = next(l.c.channel)?;
+        let event = next(l.c.channel, l.others.is_empty().then_some(l.at.device))?;
         if (*event).status != 0 || (*event).event != CONNECT_REQUEST {
             let e = if (*event).status != 0 { (*event).status.abs() } else { libc::EINVAL };
             x_rdma_ack_cm_event(event);

@@ -225,7 +225,7 @@ impl IdObj {
         self.give_back_event();
         // SAFETY: the identifier's own channel.
         unsafe {
-            let event = super::event::next(self.c.channel)?;
+            let event = super::event::next(self.c.channel, Some(self.at.device))?;
             self.c.event = event;
             match (*event).status {
                 0 => Ok(()),

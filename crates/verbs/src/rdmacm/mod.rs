@@ -168,9 +168,9 @@ struct Place {
 pub(crate) struct IdObj {
     c: rdma_cm_id,
     at: Place,
-    /// Its places on the other devices: an address that names no device is that of all of them.
+    /// Its places on the other devices, if it is bound to an address that names no device.
     others: Vec<Place>,
-    /// What its program has set, for a place on another device.
+    /// The options that its program has set, for a place on another device.
     options: Vec<(u8, u32)>,
     /// True if it has a channel for itself, so that its calls wait until they are done.
     sync: bool,

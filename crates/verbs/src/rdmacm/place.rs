@@ -1,4 +1,4 @@
-//! On which device an identifier is. It is made on the first device, and moves to the one that has the address to which
+//! The device on which an identifier is. It is made on the first device, and moves to the one with the address to which
 //! its program binds it. An address that names no device makes it one of all devices.
 
 use unirdma_abi as abi;
