@@ -99,7 +99,7 @@ enum Net {
 }
 
 /// The directory with our libibverbs: beside the program, or where packages put it.
-fn library_dir() -> io::Result<PathBuf> {
+pub(crate) fn library_dir() -> io::Result<PathBuf> {
     if let Some(d) = std::env::var_os("UNIRDMA_LIBDIR") {
         return Ok(d.into());
     }

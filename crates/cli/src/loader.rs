@@ -78,6 +78,20 @@ pub(crate) fn resolved() -> [(&'static str, Vec<PathBuf>); 2] {
     NAMES.map(|name| (name, files(&cache, name)))
 }
 
+/// Covers the files that the loader finds by ours, in this mount namespace.
+///
+/// # Errors
+/// A mount fails.
+pub(crate) fn cover(libraries: &Path) -> io::Result<()> {
+    for (name, real) in resolved() {
+        let ours = fs::canonicalize(libraries.join(name))?;
+        for at in real.iter().filter(|at| **at != ours) {
+            rustix::mount::mount_bind(&ours, at).map_err(context(format!("cannot mount on {}", at.display())))?;
+        }
+    }
+    Ok(())
+}
+
 fn files(cache: &[u8], name: &str) -> Vec<PathBuf> {
     let cached = in_cache(cache, name);
     let usual = USUAL.iter().map(|dir| Path::new(dir).join(name));

@@ -35,6 +35,7 @@ mod unnamed;
 mod vfs;
 mod vm_run;
 mod vmm_args;
+mod with;
 mod workdir;
 
 use std::ffi::OsStr;
@@ -61,6 +62,7 @@ struct Cli {
 
 const EXAMPLES: &str = "Examples:
   unirdma run -- ib_write_bw                      an unmodified verbs program with a vRNIC of its own
+  unirdma with 2 -- pytest                        tests of a project, with a virtual layer of their own
   unirdma host &                                  serve vRNICs on this host
   unirdma vrnic add a --ip 10.0.0.1               make two vRNICs
   unirdma vrnic add b --ip 10.0.0.2
@@ -111,14 +113,17 @@ enum Command {
         /// The file, which must not exist yet
         file: Option<PathBuf>,
     },
-    /// Run a command as a container that has one vRNIC
+    /// Run a command with a virtual layer of its own, for tests: nothing is installed, and nothing is left behind
+    #[command(after_help = with::EXAMPLES)]
+    With(with::WithArgs),
+    /// Run a command as a container that has a vRNIC, or several
     #[command(after_help = container::EXAMPLES)]
     Run(container::RunArgs),
     /// Run another command in a vRNIC's container
     #[command(after_help = exec::EXAMPLES)]
     Exec(exec::ExecArgs),
-    /// Say whether programs use RDMA: which libibverbs each process has, what went by RDMA and by eth0, how memory is
-    /// reached
+    /// Say whether programs use RDMA: which libibverbs each process has, what went by RDMA and by Ethernet, how
+    /// memory is reached
     #[command(after_help = check::EXAMPLES)]
     Check(check::CheckArgs),
     /// Start a virtual machine that has a vRNIC
@@ -544,6 +549,7 @@ fn command(cli: Cli) -> io::Result<u8> {
         Command::Worker { .. } => host::worker().map(|()| 0),
         Command::Keeper => host::keeper().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
+        Command::With(args) => with::with(&args),
         Command::Exec(args) => exec::exec(&dir, &args),
         Command::Check(args) => check::check(&dir, &args),
         Command::Vm { command } => vm_run::vm(&dir, command),

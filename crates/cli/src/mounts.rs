@@ -172,12 +172,59 @@ pub(crate) fn overlay(layers: [&Path; 2], path: &Path) -> io::Result<()> {
 /// Lets `make` work with an empty file system on `staging`, which is taken away afterwards. What `make` has mounted
 /// elsewhere of it stays.
 pub(crate) fn staged<T>(staging: &Path, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    let none: Option<&std::ffi::CStr> = None;
-    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
+    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, Some(c"mode=0755"))
         .map_err(context("cannot mount tmpfs"))?;
     let made = make();
     let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
     gone.and(made)
+}
+
+/// Puts `new` in the place of a directory of this mount namespace. It gets mounts of all that the directory has and it
+/// has not. What the directory gets later does not show.
+///
+/// # Errors
+/// A mount fails.
+pub(crate) fn replace(directory: &Path, new: &Path) -> io::Result<()> {
+    let mut others = Vec::new();
+    for entry in fs::read_dir(directory)?.flatten() {
+        let (path, place, kind) = (entry.path(), new.join(entry.file_name()), entry.file_type()?);
+        if place.symlink_metadata().is_ok() {
+            continue;
+        }
+        if kind.is_symlink() {
+            std::os::unix::fs::symlink(fs::read_link(&path)?, place)?;
+            continue;
+        }
+        // What cannot be copied cannot be opened by this user either.
+        let Ok(mount) = copy(&path) else { continue };
+        if kind.is_dir() {
+            fs::create_dir(&place)?
+        } else {
+            fs::write(&place, "")?
+        }
+        others.push((mount, path));
+    }
+    rustix::mount::mount_bind(new, directory).map_err(context(format!("cannot mount on {}", directory.display())))?;
+    others.iter().try_for_each(|(mount, path)| attach(mount, path))
+}
+
+/// Adds a file to the `/dev` of this mount namespace, which opens as /dev/null does. `staging`: a directory on which
+/// something else is mounted later.
+///
+/// # Errors
+/// A mount fails.
+pub(crate) fn add_to_dev(staging: &Path, name: &Path) -> io::Result<()> {
+    let dev = Path::new("/dev");
+    if dev.join(name).exists() {
+        return Ok(());
+    }
+    staged(staging, || {
+        let new = staging.join(name);
+        fs::create_dir_all(new.parent().unwrap_or(staging))?;
+        fs::write(&new, "")?;
+        replace(dev, staging)?;
+        attach(&copy(&dev.join("null"))?, &dev.join(name))
+    })
 }
 
 const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);

@@ -58,6 +58,32 @@ pub(crate) fn wait(pid: i32) -> io::Result<Ended> {
     }
 }
 
+/// Asks a process to end.
+pub(crate) fn terminate(pid: u32) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    }
+}
+
+/// Ends all children of this process for which `which` says so, and the processes that become its children by that.
+pub(crate) fn end_children(which: impl Fn(u32) -> bool) {
+    let children = || {
+        let text = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
+        let all: Vec<i32> = text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect();
+        all.into_iter().filter(|&pid| which(pid as u32)).collect::<Vec<_>>()
+    };
+    loop {
+        let found = children();
+        if found.is_empty() {
+            return;
+        }
+        for pid in found {
+            kill(pid);
+            let _ = wait(pid);
+        }
+    }
+}
+
 /// Ends a child at once.
 pub(crate) fn kill(pid: i32) {
     // SAFETY: the child is ours and was not waited for yet.

@@ -217,19 +217,31 @@ pub(crate) fn go_to(working: Option<PathBuf>) -> Option<PathBuf> {
     Some(working)
 }
 
-/// Executes the command with our libraries first. `lost`: the working directory, if the container does not have it.
+/// Executes the command in the container with our libraries first. `lost`: the working directory, if the container does
+/// not have it.
 pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
+    execute_with(command, Path::new(LIBRARIES), &mounts::vrnics(), Vec::new(), lost)
+}
+
+/// Executes the command with our libraries and vRNICs from these directories, and with more variables.
+pub(crate) fn execute_with(
+    command: &[OsString],
+    libraries: &Path,
+    vrnics: &[PathBuf],
+    more: Vec<(&str, OsString)>,
+    lost: Option<&Path>,
+) -> ! {
     if let Some(why) = loader::unserved(&command[0]) {
         eprintln!("unirdma: {} will not find the vRNIC: it {why}", command[0].display());
     }
-    let mut path = OsString::from(LIBRARIES);
+    let mut path = OsString::from(libraries);
     if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|v| !v.is_empty()) {
         path.push(":");
         path.push(old);
     }
     let mut c = Command::new(&command[0]);
-    let vrnics = std::env::join_paths(mounts::vrnics()).unwrap_or_default();
-    c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", vrnics);
+    let vrnics = std::env::join_paths(vrnics).unwrap_or_default();
+    c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", vrnics).envs(more);
     if Path::new("/etc/ld.so.preload").exists() {
         // Otherwise AddressSanitizer refuses to run after another library.
         let mut options = std::env::var_os("ASAN_OPTIONS").filter(|o| !o.is_empty()).unwrap_or_default();

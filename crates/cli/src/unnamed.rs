@@ -35,7 +35,7 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
     let limit = Instant::now() + PATIENCE;
     let (client, info) = loop {
         let mut client = connect(dir, limit)?;
-        match client.ask(&Request::VrnicTake { new }, None) {
+        match client.ask(&Request::VrnicTake { new, name: None }, None) {
             Ok(Response::Vrnic(info)) => break (client, *info),
             Ok(_) => return Err(io::Error::other("unexpected answer of the virtual layer")),
             // It has ended with its last vRNIC at this moment.
@@ -52,6 +52,23 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
         eprintln!("unirdma: vRNIC {} with address {} ({end})", info.name, addresses.join(", "));
     }
     Ok(Taken { client, info, host: served_by(dir) })
+}
+
+/// Starts a virtual layer in a directory that nobody else uses, and makes vRNICs of these names, which end with the
+/// connection, and the virtual layer with the last one.
+///
+/// # Errors
+/// One line, as [`take`].
+pub(crate) fn start(dir: &Path, names: &[String]) -> io::Result<(Client, Vec<VrnicInfo>)> {
+    let mut client = connect(dir, Instant::now() + PATIENCE)?;
+    let mut vrnics = Vec::new();
+    for name in names {
+        match client.ask(&Request::VrnicTake { new: true, name: Some(name.clone()) }, None)? {
+            Response::Vrnic(info) => vrnics.push(*info),
+            _ => return Err(io::Error::other("unexpected answer of the virtual layer")),
+        }
+    }
+    Ok((client, vrnics))
 }
 
 /// Waits for the end of a virtual layer that answers no more, so that nothing of it is left when the command has ended.

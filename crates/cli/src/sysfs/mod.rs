@@ -14,16 +14,15 @@ use std::path::{Path, PathBuf};
 use rustix::mount::MountAttrFlags;
 use unirdma_ipc::vrnic::VrnicInfo;
 
-use crate::errors::{self, context};
+use crate::errors;
 use crate::mounts;
 use device_files::{Entry, Files, Interface};
 pub(crate) use live::serve;
 
 /// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
 const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
-/// The directory of network interfaces. It must stay sysfs itself, where interfaces come and go.
+/// The directory of network interfaces.
 const NETS: &str = "/sys/class/net";
-const CLASSES: [&str; 2] = ["infiniband", "infiniband_verbs"];
 const VIRTUAL: &str = "/sys/devices/virtual";
 const HARMLESS: MountAttrFlags =
     MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV).union(MountAttrFlags::MOUNT_ATTR_NOEXEC);
@@ -109,30 +108,11 @@ fn class(class: &Path, devices: &[Device<'_>]) -> io::Result<()> {
         link(&verbs, class.join(&verbs))?;
     }
     fs::write(class.join("infiniband_verbs/abi_version"), "6\n")?;
-    let nets = mounts::copy(Path::new(NETS))?;
-    // No directory can be made in a class.
-    mounts::overlay([class, Path::new("/sys/class")], Path::new("/sys/class"))?;
-    mounts::attach(&nets, Path::new(NETS))?;
-    // Hides the host's devices, which the overlay still shows.
-    CLASSES.iter().try_for_each(|name| bind(&class.join(name), &Path::new("/sys/class").join(name)))
-}
-
-fn bind(from: &Path, to: &Path) -> io::Result<()> {
-    rustix::mount::mount_bind(from, to).map_err(context(format!("cannot mount on {}", to.display())))
+    mounts::replace(Path::new("/sys/class"), class)
 }
 
 /// Makes the devices in `/sys/devices/virtual`. `dir`: an empty directory for what is there.
-///
-/// Other directories are mounts of what they were, and not entries of an overlay: an overlay reads files with the
-/// rights of its maker.
 fn make(dir: &Path, devices: &[Device<'_>], net: Net) -> io::Result<Vec<OwnedFd>> {
-    let mut others = Vec::new();
-    for entry in fs::read_dir(VIRTUAL)?.flatten() {
-        if entry.file_type()?.is_dir() && !CLASSES.iter().any(|c| entry.file_name() == *c) {
-            fs::create_dir_all(dir.join(entry.file_name()))?;
-            others.push((mounts::copy(&entry.path())?, entry.path()));
-        }
-    }
     let live: io::Result<Vec<_>> = devices.iter().map(|_| live::mount()).collect();
     if let Err(e) = &live {
         let e = errors::plain(&e.to_string());
@@ -150,8 +130,8 @@ fn make(dir: &Path, devices: &[Device<'_>], net: Net) -> io::Result<Vec<OwnedFd>
         }
         write(&dir.join(format!("infiniband_verbs/uverbs{}", device.number)), &device_files::verbs_files(*device))?;
     }
-    bind(dir, Path::new(VIRTUAL))?;
-    others.iter().try_for_each(|(tree, path)| mounts::attach(tree, path))?;
+    // No overlay, which would read files with the rights of its maker.
+    mounts::replace(Path::new(VIRTUAL), dir)?;
     let mut served = Vec::new();
     for (device, (mount, files)) in devices.iter().zip(live.unwrap_or_default()) {
         mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device(device)))?;

@@ -26,7 +26,7 @@ impl Supervisor {
         }
         match request {
             Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true, None),
-            Request::VrnicTake { new } => self.take(id, new),
+            Request::VrnicTake { new, name } => self.take(id, new, name),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
             Request::VrnicShow { name } => self.show(&name, true),
             Request::VrnicFigures { name } => self.show(&name, false),

@@ -13,12 +13,13 @@ const FIRST_VRNIC: Duration = Duration::from_secs(30);
 
 impl Supervisor {
     /// Gives a connection a vRNIC of the default group: with `new` one that is made for it, else one that is there and
-    /// that nothing uses, the first by name; if there is none, one that is made for it.
-    pub(super) fn take(&self, id: u64, new: bool) -> Reply {
+    /// that nothing uses, the first by name; if there is none, one that is made for it, with this name if it is given.
+    pub(super) fn take(&self, id: u64, new: bool, name: Option<String>) -> Reply {
         let free = if new { None } else { self.take_free(id)? };
-        let name = match free {
-            Some(name) => name,
-            None => self.take_new(id)?,
+        let name = match (free, name) {
+            (Some(free), _) => free,
+            (None, Some(name)) => self.make_for(id, &name).map(|()| name)?,
+            (None, None) => self.take_new(id)?,
         };
         self.show(&name, false)
     }
@@ -43,23 +44,27 @@ impl Supervisor {
     }
 
     fn take_new(&self, id: u64) -> Result<String, RequestError> {
-        if let Some(url) = self.url_of_centre() {
-            return Err(RequestError::TakenOfCentre { url });
-        }
         loop {
             let name = {
                 let names = self.names();
                 let all = (1..).map(|n: u32| format!("{NAME}-{n}"));
                 all.into_iter().find(|n| !names.vrnics.contains_key(n)).unwrap_or_default()
             };
-            let add = AddVrnic { name: name.clone(), ..AddVrnic::default() };
-            // Held first, so that the end of the connection, which may come at once, releases it.
-            self.names().held.entry(id).or_default().insert(DEFAULT_GROUP.into());
-            match self.add_vrnic_as(&add, None, true, Some(Taken { by: id, temporary: true })) {
+            match self.make_for(id, &name) {
                 Err(RequestError::VrnicExists(_)) => {}
-                made => return made.map(|_| name),
+                made => return made.map(|()| name),
             }
         }
+    }
+
+    fn make_for(&self, id: u64, name: &str) -> Result<(), RequestError> {
+        if let Some(url) = self.url_of_centre() {
+            return Err(RequestError::TakenOfCentre { url });
+        }
+        let add = AddVrnic { name: name.into(), ..AddVrnic::default() };
+        // Held first, so that the end of the connection, which may come at once, releases it.
+        self.names().held.entry(id).or_default().insert(DEFAULT_GROUP.into());
+        self.add_vrnic_as(&add, None, true, Some(Taken { by: id, temporary: true })).map(drop)
     }
 
     /// Ends the virtual layer if it is to end with its last vRNIC and has none.
