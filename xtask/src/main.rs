@@ -10,7 +10,7 @@ mod test;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use harness::{Result, cleanup, cluster, conformance, tcp, vm};
+use harness::{Result, cleanup, cluster, conformance, package, tcp, vm};
 
 /// Commands of the uniRDMA project.
 #[derive(Parser)]
@@ -85,6 +85,12 @@ enum Command {
     /// Look at the control centre's web page in Chromium, with a fleet whose hosts report traffic, and keep pictures of
     /// it
     Page,
+    /// Build a package of the product, in target/package
+    #[command(after_help = "Example:\n  cargo xtask package wheel && pip install target/package/unirdma-*.whl")]
+    Package {
+        #[command(subcommand)]
+        what: Package,
+    },
     /// Measure
     Bench,
     /// The other end of a TCP measurement
@@ -101,6 +107,12 @@ enum Machines {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
+}
+
+#[derive(Subcommand)]
+enum Package {
+    /// For Python's pip: the program, and fixtures of pytest
+    Wheel,
 }
 
 #[derive(Subcommand)]
@@ -144,6 +156,10 @@ fn run(command: Command) -> Result<()> {
             test::guests(kernel.as_deref(), only.as_deref(), rounds)
         }
         Command::Vm { kernel, command, .. } => vm::command(kernel.as_deref(), &command.join(" ")),
+        Command::Package { what: Package::Wheel } => {
+            println!("{}", package::wheel()?.display());
+            Ok(())
+        }
         Command::TcpPeer { to } => tcp::peer(to),
         Command::Sim
         | Command::Scale

@@ -19,6 +19,7 @@ use unirdma_supervisor::Client;
 use unirdma_supervisor::admin::{Request, Response};
 
 use crate::bind::{self, Bind};
+use crate::carried;
 use crate::home::{self, Show};
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
@@ -98,7 +99,8 @@ enum Net {
     Host,
 }
 
-/// The directory with our libibverbs: beside the program, or where packages put it.
+/// The directory with our libibverbs: beside the program, where packages put it, or written by a program that carries
+/// it.
 pub(crate) fn library_dir() -> io::Result<PathBuf> {
     if let Some(d) = std::env::var_os("UNIRDMA_LIBDIR") {
         return Ok(d.into());
@@ -107,6 +109,7 @@ pub(crate) fn library_dir() -> io::Result<PathBuf> {
     let beside = exe.parent().map(|p| p.join("dropin"));
     let candidates = [beside, Some("/usr/lib/unirdma".into()), Some("/usr/local/lib/unirdma".into())];
     let found = candidates.into_iter().flatten().find(|d| d.join("libibverbs.so.1").exists());
+    let found = found.map_or_else(carried::directory, |found| Ok(Some(found)))?;
     found.ok_or_else(|| io::Error::other("libibverbs.so.1 is not beside this program; build all with `cargo build --release`, or name its directory in UNIRDMA_LIBDIR"))
 }
 

@@ -55,6 +55,16 @@ fn subordinate(file: &str) -> Option<u32> {
     ranges.into_iter().find(|&(base, n)| base >= COUNT && n >= COUNT).map(|r| r.0)
 }
 
+/// Maps the ids that this process had outside in the user namespace in which it has just begun.
+///
+/// # Errors
+/// The kernel refuses.
+pub(crate) fn be_only_user((uid, gid): (u32, u32)) -> io::Result<()> {
+    std::fs::write("/proc/self/uid_map", format!("{uid} {uid} 1"))?;
+    std::fs::write("/proc/self/setgroups", "deny")?;
+    std::fs::write("/proc/self/gid_map", format!("{gid} {gid} 1"))
+}
+
 impl Ids {
     /// True if the ids inside differ from the ids outside.
     pub fn are_mapped(&self) -> bool {

@@ -49,9 +49,12 @@ fn name_library(staging: &Path, libraries: &Path) -> io::Result<()> {
     let ours = staging.join(NAME_FILE);
     let library = [libraries.join(PRELOAD).as_os_str().as_bytes(), b"\n"].concat();
     match fs::read(Path::new("/etc").join(NAME_FILE)) {
-        // The host's own names stay.
+        // The host's own names stay. Those of `unirdma with`, in which this may run, lead to files that do not show.
         Ok(names) => {
-            fs::write(&ours, [&names, &b"\n"[..], &library].concat())?;
+            let others = names.split(|&b| b == b'\n').filter(|name| !name.ends_with(PRELOAD.as_bytes()));
+            let mut all = others.collect::<Vec<_>>().join(&b'\n');
+            all.extend([b"\n", &*library].concat());
+            fs::write(&ours, all)?;
             rustix::mount::mount_bind(&ours, Path::new("/etc").join(NAME_FILE))
                 .map_err(context("cannot mount on /etc/ld.so.preload"))
         }

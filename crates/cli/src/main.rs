@@ -10,6 +10,7 @@
 
 mod bind;
 mod capture;
+mod carried;
 mod check;
 mod confine;
 mod container;

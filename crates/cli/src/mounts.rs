@@ -195,7 +195,7 @@ pub(crate) fn replace(directory: &Path, new: &Path) -> io::Result<()> {
             std::os::unix::fs::symlink(fs::read_link(&path)?, place)?;
             continue;
         }
-        // What cannot be copied cannot be opened by this user either.
+        // A user who cannot copy it cannot open it either.
         let Ok(mount) = copy(&path) else { continue };
         if kind.is_dir() {
             fs::create_dir(&place)?

@@ -8,7 +8,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use unirdma_supervisor::served_by;
 use crate::errors::{self, context};
 use crate::process::{self, Foreground};
 use crate::sysfs::{self, Device, Net};
-use crate::{container, loader, mounts, sandbox, unnamed};
+use crate::{container, idmap, loader, mounts, sandbox, unnamed};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma with 1 -- pytest -q                    the tests of a project, which find a device
@@ -101,19 +101,29 @@ pub(crate) fn with(args: &WithArgs) -> io::Result<u8> {
         let addresses: Vec<String> = addresses.collect();
         eprintln!("unirdma: vRNIC {} (the command has v1; all end with it)", addresses.join("; "));
     }
-    // What the command leaves behind becomes a child of this process.
+    // Processes that the command leaves behind become children of this one.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
-    let device = Device { info: &vrnics[0], name: "unirdma0", number: 0 };
-    let (ours, theirs) = UnixStream::pair()?;
     let foreground = Foreground::now();
-    let Some(pid) = process::fork(UnshareFlags::empty())? else {
-        drop((client, ours));
-        run(args, device, &dir, &staging, &libraries, theirs)
+    let start = Start {
+        command: &args.command,
+        device: Device { info: &vrnics[0], name: "unirdma0", number: 0 },
+        dir: &dir,
+        staging: &staging,
+        libraries: &libraries,
     };
-    drop(theirs);
+    let pid = match start.begin(!args.bare) {
+        Err(e) if !args.bare => {
+            eprintln!(
+                "unirdma: no namespaces, so the command finds the vRNIC by its environment only, and not in /sys and \
+                 /dev: {}",
+                errors::plain(&e.to_string())
+            );
+            start.begin(false)?
+        }
+        begun => begun?,
+    };
     process::pass_signals_to(pid, false);
     process::hold_signals(false);
-    serve_sysfs(&ours, device, &dir);
     let code = process::wait(pid);
     foreground.restore();
     process::end_children(|child| Some(child) != host);
@@ -127,81 +137,113 @@ pub(crate) fn with(args: &WithArgs) -> io::Result<u8> {
     Ok(code?.code)
 }
 
-/// Serves the device's files in `/sys`, once the command's process has mounted them.
-fn serve_sysfs(mut sock: &UnixStream, device: Device<'_>, dir: &Path) {
-    let Ok((1, came)) = fdpass::receive(sock.as_fd(), &mut [0]) else { return };
-    for files in came {
-        if let Err(e) = sysfs::serve(files, dir, device, Net::Host) {
-            eprintln!("unirdma: the files of the RDMA device in /sys cannot be read: {e}");
-        }
-    }
-    let _ = sock.write_all(&[sandbox::GO]);
+/// The command and what it needs.
+struct Start<'a> {
+    command: &'a [OsString],
+    device: Device<'a>,
+    /// The virtual layer's directory.
+    dir: &'a Path,
+    staging: &'a Path,
+    libraries: &'a Path,
 }
 
-/// The command's process.
-fn run(args: &WithArgs, device: Device<'_>, dir: &Path, staging: &Path, libraries: &Path, mut sock: UnixStream) -> ! {
-    let end = |e: &io::Error| sandbox::fail(e);
-    if let Err(e) = sandbox::end_with_parent() {
-        end(&e);
-    }
-    let mut preloads = false;
-    if !args.bare {
-        match enter_namespaces() {
-            Ok(()) => preloads = add_device(device, staging, libraries, &mut sock),
-            Err(e) => eprintln!(
-                "unirdma: no namespaces, so the command finds the vRNIC by its environment only, and not in /sys and /dev: {}",
-                errors::plain(&e.to_string())
-            ),
+/// The command's process has its namespaces; descriptors of files to serve come along.
+const READY: u8 = b'r';
+/// There are none; the reason follows.
+const FAILED: u8 = b'f';
+
+impl Start<'_> {
+    /// Starts the command, in a mount namespace of its own if `own` says so. Returns its process.
+    ///
+    /// # Errors
+    /// There is no such namespace, and no process.
+    fn begin(&self, own: bool) -> io::Result<i32> {
+        let (mut ours, theirs) = UnixStream::pair()?;
+        let user = (rustix::process::geteuid(), rustix::process::getegid());
+        let spaces = match (own, user.0.is_root()) {
+            (false, _) => UnshareFlags::empty(),
+            (true, true) => UnshareFlags::NEWNS,
+            (true, false) => UnshareFlags::NEWNS | UnshareFlags::NEWUSER,
+        };
+        let Some(pid) = process::fork(spaces)? else {
+            drop(ours);
+            self.run(spaces, (user.0.as_raw(), user.1.as_raw()), theirs)
+        };
+        drop(theirs);
+        let mut step = [0];
+        let (count, files) = fdpass::receive(ours.as_fd(), &mut step)?;
+        if (count, step[0]) != (1, READY) {
+            let mut why = String::new();
+            let _ = ours.read_to_string(&mut why);
+            process::wait(pid)?;
+            return Err(io::Error::other(why));
         }
-    }
-    drop(sock);
-    let mut variables = vec![("UNIRDMA_HOST_DIR", dir.into())];
-    if !preloads {
-        let mut all = libraries.join(loader::PRELOAD).into_os_string();
-        if let Some(old) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
-            all.push(":");
-            all.push(old);
+        for files in files {
+            if let Err(e) = sysfs::serve(files, self.dir, self.device, Net::Host) {
+                eprintln!("unirdma: the files of the RDMA device in /sys cannot be read: {e}");
+            }
         }
-        variables.push(("LD_PRELOAD", all));
+        ours.write_all(&[sandbox::GO])?;
+        Ok(pid)
     }
-    process::hold_signals(false);
-    sandbox::execute_with(&args.command, libraries, &[PathBuf::from(&device.info.dir)], variables, None)
+
+    /// The command's process.
+    fn run(&self, spaces: UnshareFlags, user: (u32, u32), mut sock: UnixStream) -> ! {
+        if let Err(e) = sandbox::end_with_parent().and_then(|()| prepare(spaces, user)) {
+            let _ = sock.write_all(&[FAILED]).and_then(|()| sock.write_all(e.to_string().as_bytes()));
+            std::process::exit(1);
+        }
+        let (mut preloads, mut files) = (false, Vec::new());
+        if !spaces.is_empty() {
+            (preloads, files) = add_device(self.device, self.staging, self.libraries);
+        }
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        // The command may look into the files at once.
+        let told = fdpass::send(sock.as_fd(), &[READY], &files).and_then(|_| sock.read_exact(&mut [0]));
+        if told.is_err() {
+            std::process::exit(1);
+        }
+        drop(sock);
+        let mut variables = vec![("UNIRDMA_HOST_DIR", self.dir.into())];
+        if !preloads {
+            let mut all = self.libraries.join(loader::PRELOAD).into_os_string();
+            if let Some(old) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
+                all.push(":");
+                all.push(old);
+            }
+            variables.push(("LD_PRELOAD", all));
+        }
+        process::hold_signals(false);
+        let vrnic = PathBuf::from(&self.device.info.dir);
+        sandbox::execute_with(self.command, self.libraries, &[vrnic], variables, None)
+    }
 }
 
-/// Enters a mount namespace and, for an ordinary user, a user namespace with that user alone.
-fn enter_namespaces() -> io::Result<()> {
-    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
-    let users = if uid.is_root() { UnshareFlags::empty() } else { UnshareFlags::NEWUSER };
-    // SAFETY: the process has one thread and shares no descriptor table with another.
-    unsafe { rustix::thread::unshare_unsafe(users | UnshareFlags::NEWNS) }?;
-    if !users.is_empty() {
-        std::fs::write("/proc/self/setgroups", "deny")?;
-        std::fs::write("/proc/self/uid_map", format!("{0} {0} 1", uid.as_raw()))?;
-        std::fs::write("/proc/self/gid_map", format!("{0} {0} 1", gid.as_raw()))?;
+/// Makes new namespaces of this process usable: a user namespace with the user's own id, a mount namespace whose mounts
+/// stay in it.
+fn prepare(spaces: UnshareFlags, user: (u32, u32)) -> io::Result<()> {
+    if spaces.contains(UnshareFlags::NEWUSER) {
+        idmap::be_only_user(user)?;
+    }
+    if spaces.is_empty() {
+        return Ok(());
     }
     Ok(rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?)
 }
 
 /// Adds what programs look for to this mount namespace. What cannot be added is left out, with a line. Returns whether
-/// all programs preload our library.
-fn add_device(device: Device<'_>, staging: &Path, libraries: &Path, sock: &mut UnixStream) -> bool {
+/// all programs preload our library, and the files of the device to serve.
+fn add_device(device: Device<'_>, staging: &Path, libraries: &Path) -> (bool, Vec<OwnedFd>) {
     let told = |what: &str, e: &io::Error| eprintln!("unirdma: {what}: {}", errors::plain(&e.to_string()));
     let preloads = loader::set_up(staging, (libraries, libraries), std::iter::empty())
         .inspect_err(|e| told("programs that bring a libibverbs of their own find the vRNIC by LD_PRELOAD only", e));
     if let Err(e) = loader::cover(libraries) {
-        told("programs that lose their environment will find no device", &e);
+        told("the system's own libibverbs stays where it is", &e);
     }
     if let Err(e) = mounts::add_to_dev(staging, Path::new("infiniband/uverbs0")) {
         told("/dev/infiniband/uverbs0 is missing", &e);
     }
-    match sysfs::set_up(staging, &[device], Net::Host) {
-        Ok(files) if !files.is_empty() => {
-            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-            // The command may look there at once.
-            let _ = fdpass::send(sock.as_fd(), &[Net::Host.step()], &files).and_then(|_| sock.read_exact(&mut [0]));
-        }
-        Ok(_) => {}
-        Err(e) => told("programs that look for devices in /sys will find none", &e),
-    }
-    preloads.is_ok()
+    let files = sysfs::set_up(staging, &[device], Net::Host)
+        .inspect_err(|e| told("programs that look for devices in /sys will find none", e));
+    (preloads.is_ok(), files.unwrap_or_default())
 }

@@ -24,6 +24,7 @@ mod loader;
 mod losses;
 mod memory;
 mod network;
+mod package;
 mod page;
 mod podman;
 mod programs;
@@ -39,6 +40,7 @@ mod sysfs;
 mod two_hosts;
 mod unnamed;
 mod watching;
+mod with;
 mod workers;
 mod wrong_input;
 
@@ -78,6 +80,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("changes", changes::tests),
     ("watching", watching::tests),
     ("unnamed", unnamed::tests),
+    ("with", with::tests),
     ("loader", loader::tests),
     ("several", several::tests),
     ("wrong_input", wrong_input::tests),
@@ -86,6 +89,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("podman", podman::tests),
     ("documents", documents::tests),
     ("etcd", etcd::tests),
+    ("package", package::tests),
     ("page", page::tests),
     ("memory", memory::tests),
 ];

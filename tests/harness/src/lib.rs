@@ -10,6 +10,7 @@ pub mod conformance;
 mod figures;
 pub mod fleet;
 mod lab;
+pub mod package;
 pub mod packages;
 mod process;
 mod programs;

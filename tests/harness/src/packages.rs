@@ -80,9 +80,19 @@ pub const PODMAN: Needed = &[("/usr/bin/podman", "podman"), ("/usr/sbin/runc", "
 /// Programs in containers that bring libraries of their own, and what they ask the kernel.
 pub const LOADER: Needed = &[("/usr/bin/python3", "python3"), ("/usr/bin/rdma", "iproute2")];
 
+/// Packages for building the project's own.
+pub const PACKAGE: Needed = &[
+    ("/usr/lib/python3/dist-packages/wheel/__init__.py", "python3-wheel"),
+    ("/usr/share/doc/python3-venv/copyright", "python3-venv"),
+    ("/usr/lib/python3/dist-packages/pytest/__init__.py", "python3-pytest"),
+    ("/usr/bin/strip", "binutils"),
+];
+
 /// All packages of the tests.
-pub const ALL: &[Needed] =
-    &[RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY, PAGE];
+pub const ALL: &[Needed] = &[
+    RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY, PAGE,
+    PACKAGE,
+];
 
 /// Packages for looking at the control centre's page.
 pub const PAGE: Needed = &[

@@ -1,0 +1,76 @@
+//! Packages, installed and used as their users do.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::support::*;
+
+/// The tests of a project that uses the fixtures.
+const PROJECT: &str = "import subprocess\n\n\
+    def test_a_pair_reaches_each_other(vrnic_pair):\n    a, b = vrnic_pair\n    \
+    server = a.popen(['ib_write_bw', '-n', '100'], stderr=subprocess.PIPE)\n    \
+    client = ['sh', '-c', f'until ib_write_bw -n 100 {a.address}; do sleep 0.1; done']\n    \
+    b.run(client, check=True, timeout=60)\n    assert server.wait(20) == 0\n    \
+    assert a.show()['counters']['received_bytes'] >= 100 * 65536\n\n\
+    def test_a_container_has_the_device(vrnic):\n    \
+    assert b'unirdma0' in vrnic.run(['ibv_devices'], capture_output=True, check=True).stdout\n";
+
+/// An environment of Python with the package, and a project with tests. An ordinary user may read both.
+struct Installed {
+    dir: PathBuf,
+}
+
+impl Installed {
+    fn new(lab: &Lab) -> Result<Installed> {
+        let wheel = harness::package::wheel()?;
+        let dir = lab.dir.join("installed");
+        let venv = dir.join("venv");
+        std::fs::create_dir_all(&dir).map_err(failed("the directory"))?;
+        let mut python = Command::new("/usr/bin/python3");
+        let made = Output::of(python.args(["-m", "venv", "--system-site-packages"]).arg(&venv));
+        require(made.ok(), made.text)?;
+        let mut pip = Command::new(venv.join("bin/pip"));
+        let o = Output::of(pip.args(["install", "--quiet", "--no-index", "--disable-pip-version-check"]).arg(wheel));
+        require(o.ok(), o.text)?;
+        std::fs::create_dir_all(dir.join("project")).map_err(failed("project"))?;
+        std::fs::write(dir.join("project/test_rdma.py"), PROJECT).map_err(failed("project"))?;
+        Ok(Installed { dir })
+    }
+
+    /// Runs a shell command in the project's directory with the package in PATH, as this user.
+    fn shell(&self, user: Option<u32>, home: &Path, script: &str) -> Output {
+        let mut c = Command::new("setpriv");
+        if let Some(id) = user {
+            c.args([format!("--reuid={id}"), format!("--regid={id}"), "--clear-groups".into()]);
+        }
+        let path = format!("{}:/usr/bin:/bin:/usr/sbin:/sbin", self.dir.join("venv/bin").display());
+        c.args(["sh", "-c", script]).env("PATH", path).env("HOME", home).env_remove("XDG_RUNTIME_DIR");
+        Output::of(c.env_remove("XDG_CACHE_HOME").env_remove("UNIRDMA_HOST_DIR").current_dir(self.dir.join("project")))
+    }
+}
+
+pub(crate) fn tests(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::PACKAGE]);
+    t.test("package: Python's pip installs the program and the fixtures, for root and for an ordinary user", || {
+        let lab = Lab::start(Some(own_user()))?;
+        let installed = Installed::new(&lab)?;
+        let home = lab.dir.join("home");
+        std::fs::create_dir_all(&home).map_err(failed("home"))?;
+        std::os::unix::fs::chown(&home, Some(own_user()), Some(own_user())).map_err(failed("home"))?;
+        for user in [None, Some(own_user())] {
+            let shell = |script: &str| installed.shell(user, &home, script);
+            let o = shell("unirdma with 2 -q -- ibv_devices && unirdma with 1 -q --bare -- ibv_devices");
+            require(o.ok() && o.text.matches("unirdma0").count() == 2, o.text)?;
+            for begin in ["", "unirdma with 1 -q -- "] {
+                let o = shell(&format!("{begin}python -m pytest -q -p no:cacheprovider"));
+                require(o.ok() && o.text.contains("2 passed") && !o.text.contains("ERROR"), o.text)?;
+            }
+        }
+        let cache = home.join(".cache/unirdma");
+        let kept = std::fs::read_dir(&cache).map_err(failed("the cache"))?.count();
+        require(kept == 1, format!("{kept} names in {}", cache.display()))?;
+        // Where a user has no directory for the libraries.
+        let o = installed.shell(Some(own_user()), &home, "env -u HOME unirdma with 1 -- true");
+        refused(&o, "unirdma: set HOME, or name the libraries' directory in UNIRDMA_LIBDIR")
+    });
+}
