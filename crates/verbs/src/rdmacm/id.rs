@@ -385,7 +385,12 @@ pub unsafe extern "C" fn x_rdma_set_option(
         }
     };
     let set = |place| request(CmOp::SetOption, place, |r| (r.option, r.value) = (option, value)).map(|_| ());
-    done(obj.places().try_for_each(set).map(|()| obj.options.push((option, value))))
+    let done_on_all = obj.places().try_for_each(set);
+    if done_on_all.is_ok() {
+        obj.options.retain(|o| o.0 != option);
+        obj.options.push((option, value));
+    }
+    done(done_on_all)
 }
 
 /// The devices, in a list that ends with NULL.

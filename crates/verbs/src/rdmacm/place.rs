@@ -55,12 +55,12 @@ impl IdObj {
     /// Destroys it at one place.
     pub(super) fn leave(&self, place: Place) -> Result<(), i32> {
         match request(CmOp::Destroy, place, |_| ()) {
-            Ok(r) => self.channel().part(place.device)?.discard(r.dropped),
+            Ok(r) => _ = self.channel().part(place.device).map(|part| part.discard(r.dropped)),
             // An identifier ends with the virtual layer, and a forked child does not have its parent's identifiers.
             Err(libc::EIO | libc::ENOENT) => {}
             Err(e) => return Err(e),
         }
-        _ = with_device(place.device, |d| d.ids.remove(&place.handle));
+        let _ = with_device(place.device, |d| d.ids.remove(&place.handle));
         Ok(())
     }
 
