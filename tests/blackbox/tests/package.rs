@@ -73,4 +73,36 @@ pub(crate) fn tests(t: &mut Tests) {
         let o = installed.shell(Some(own_user()), &home, "env -u HOME unirdma with 1 -- true");
         refused(&o, "unirdma: set HOME, or name the libraries' directory in UNIRDMA_LIBDIR")
     });
+    t.test("package: the GitHub action starts a virtual layer for the steps that follow", || {
+        let lab = Lab::start(Some(own_user()))?;
+        let temporary = lab.dir.join("temporary");
+        let (path, variables) = (temporary.join("path"), temporary.join("variables"));
+        std::fs::create_dir_all(&temporary).map_err(failed("the directory"))?;
+        let action = |vrnics: &str| {
+            let mut c = Command::new("setpriv");
+            let id = own_user();
+            c.args([format!("--reuid={id}"), format!("--regid={id}"), "--clear-groups".into(), "bash".into()]);
+            c.arg(harness::root().join("packaging/github/start.sh")).env("RUNNER_TEMP", &temporary);
+            c.env("GITHUB_PATH", &path).env("GITHUB_ENV", &variables).env("HOME", &temporary).env("VRNICS", vrnics);
+            let wheel = harness::package::wheel()?;
+            Ok::<_, String>(Output::of(c.env("PACKAGE", wheel).env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")))
+        };
+        std::os::unix::fs::chown(&temporary, Some(own_user()), Some(own_user())).map_err(failed("the directory"))?;
+        refused(&action("two")?, "vrnics: `two` is not a number")?;
+        let o = action("2")?;
+        require(o.ok(), o.text)?;
+        let read = |file: &Path| std::fs::read_to_string(file).map_err(failed("what the action has written"));
+        let (path, variables) = (read(&path)?, read(&variables)?);
+        let script = format!(
+            "PATH={}:$PATH; export {}; unirdma vrnic ls -q | xargs; unirdma run --vrnic v2 -- ibv_devices; \
+             kill $(unirdma status --json | sed -n 's/.*\"pid\": \\([0-9]*\\),/\\1/p' | head -n 1)",
+            path.trim(),
+            variables.trim()
+        );
+        let mut step = Command::new("setpriv");
+        let id = own_user().to_string();
+        step.args(["--reuid", &id, "--regid", &id, "--clear-groups", "sh", "-c", &script]).env("HOME", &temporary);
+        let o = Output::of(&mut step);
+        require(o.ok() && o.text.starts_with("v1 v2\n") && o.text.contains("unirdma0"), o.text)
+    });
 }
