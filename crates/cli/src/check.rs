@@ -29,6 +29,7 @@ A process is served if it has no libibverbs, or if its calls go to uniRDMA's.
 
 Exit code: 0 if all processes are served, 3 if one is not, 1 if nothing could be checked.";
 
+const CLASS: &str = "/sys/class/infiniband";
 /// Exit code if a process is not served.
 const NOT_SERVED: u8 = 3;
 /// Our library has this text, and no other libibverbs does.
@@ -69,6 +70,8 @@ struct Process {
 struct Vrnic {
     name: String,
     gids: Vec<String>,
+    /// MTU of its Ethernet interface, bytes.
+    mtu: Option<u32>,
     rdma: Option<Traffic>,
     memory: Vec<MrNote>,
 }
@@ -77,6 +80,8 @@ struct Vrnic {
 #[derive(Default, Serialize)]
 struct Report {
     vrnics: Vec<Vrnic>,
+    /// Names of the RDMA devices that its programs see.
+    devices: Vec<String>,
     /// Of all Ethernet interfaces of the container.
     ethernet: Option<Traffic>,
     processes: Vec<Process>,
@@ -161,6 +166,14 @@ fn ethernet(net: &str) -> Option<Traffic> {
     net.lines().filter_map(traffic).reduce(sum)
 }
 
+/// The names in a directory, sorted.
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut all: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+    all.sort();
+    all
+}
+
 /// The first process of a vRNIC's container.
 fn first(v: &VrnicInfo) -> Option<u32> {
     v.container.and_then(|pid| u32::try_from(pid).ok())
@@ -174,7 +187,7 @@ fn look_at(all: Vec<u32>) -> Vec<Process> {
 impl Vrnic {
     fn of(v: VrnicInfo) -> Vrnic {
         let rdma = Some(Traffic { sent: v.counters.sent_bytes, received: v.counters.received_bytes });
-        Vrnic { name: v.name, gids: v.gids, rdma, memory: v.memory }
+        Vrnic { name: v.name, gids: v.gids, mtu: Some(v.mtu), rdma, memory: v.memory }
     }
 
     /// The vRNIC of a device in `/sys`.
@@ -184,8 +197,11 @@ impl Vrnic {
         let words = |file: &str| read(file)?.trim().parse::<u64>().ok().map(|n| n.saturating_mul(4));
         let rdma = words("ports/1/counters/port_xmit_data").zip(words("ports/1/counters/port_rcv_data"));
         let gids = (0..).map_while(|i| read(&format!("ports/1/gids/{i}"))).map(|gid| gid.trim().to_string());
+        let interface = read("ports/1/gid_attrs/ndevs/0").unwrap_or_default();
+        let mtu = fs::read_to_string(format!("/sys/class/net/{}/mtu", interface.trim()));
         Vrnic {
             name: read("node_desc").unwrap_or_default().trim().into(),
+            mtu: mtu.ok().and_then(|mtu| mtu.trim().parse().ok()),
             gids: gids.filter(|gid| gid.bytes().any(|b| b != b'0' && b != b':')).collect(),
             rdma: rdma.map(|(sent, received)| Traffic { sent, received }),
             memory: Vec::new(),
@@ -196,6 +212,7 @@ impl Vrnic {
         let mut text = table(&[
             vec!["vRNIC".into(), self.name.clone()],
             vec!["GIDs".into(), self.gids.join(", ")],
+            vec!["MTU".into(), self.mtu.map_or("not known".into(), |mtu| mtu.to_string())],
             vec!["by RDMA".into(), traffic(self.rdma)],
         ]);
         if !self.memory.is_empty() {
@@ -220,7 +237,10 @@ impl Report {
                 None => {
                     let net = first.and_then(|pid| fs::read_to_string(format!("/proc/{pid}/net/dev")).ok());
                     let ethernet = net.as_deref().and_then(ethernet);
-                    found.push((first, Report { vrnics: vec![Vrnic::of(v)], ethernet, processes: Vec::new() }));
+                    let class = first.map(|pid| PathBuf::from(format!("/proc/{pid}/root{CLASS}")));
+                    let devices = class.map(|class| names(&class)).unwrap_or_default();
+                    let vrnics = vec![Vrnic::of(v)];
+                    found.push((first, Report { vrnics, devices, ethernet, processes: Vec::new() }));
                 }
             }
         }
@@ -236,11 +256,10 @@ impl Report {
 
     /// The container in which this process is, without processes.
     fn inside() -> Report {
-        let entries = fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
-        let mut devices: Vec<_> = entries.map(|e| e.path()).collect();
-        devices.sort();
+        let devices = names(Path::new(CLASS));
         Report {
-            vrnics: devices.iter().map(|device| Vrnic::of_device(device)).collect(),
+            vrnics: devices.iter().map(|device| Vrnic::of_device(&Path::new(CLASS).join(device))).collect(),
+            devices,
             ethernet: fs::read_to_string("/proc/net/dev").ok().as_deref().and_then(ethernet),
             processes: Vec::new(),
         }
@@ -249,7 +268,10 @@ impl Report {
     fn text(&self) -> String {
         let mut parts: Vec<_> = self.vrnics.iter().map(Vrnic::text).collect();
         if !self.vrnics.is_empty() {
-            parts.push(table(&[vec!["by Ethernet".into(), traffic(self.ethernet)]]));
+            parts.push(table(&[
+                vec!["devices".into(), self.devices.join(", ")],
+                vec!["by Ethernet".into(), traffic(self.ethernet)],
+            ]));
         }
         let head = ["PID", "COMMAND", "LIBIBVERBS"].map(String::from).to_vec();
         let row = |p: &Process| vec![p.pid.to_string(), p.command.clone(), p.verdict.clone()];

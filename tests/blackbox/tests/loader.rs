@@ -161,7 +161,15 @@ pub(crate) fn tests(t: &mut Tests) {
             wait_for(&program, "devices")?;
             for args in [&["check"][..], &["check", "--vrnic", "a"]] {
                 let o = lab.unirdma(args);
-                let words = ["python3", "by RDMA", "by Ethernet", "libibverbs-1a2b3c4d.so.1", says];
+                let words = [
+                    "python3",
+                    "by RDMA",
+                    "MTU",
+                    "devices      unirdma0",
+                    "by Ethernet",
+                    "libibverbs-1a2b3c4d.so.1",
+                    says,
+                ];
                 require(o.code == Some(code) && words.iter().all(|w| o.text.contains(w)), o.text)?;
             }
             let json: serde_json::Value =
