@@ -193,7 +193,9 @@ fn enter_network(network: &OwnedFd) -> io::Result<Net> {
         .map_err(context("cannot enter the container's network namespace"))?;
     let Err(e) = sysfs::mount_own() else { return Ok(Net::Own) };
     let hint = match e.kind() {
-        io::ErrorKind::PermissionDenied => ": parts of this machine's own /sys are hidden, as docker and `unirdma with` do",
+        io::ErrorKind::PermissionDenied => {
+            ": parts of this machine's own /sys are hidden, as docker and `unirdma with` do"
+        }
         _ => "",
     };
     let e = errors::plain(&e.to_string());

@@ -78,18 +78,18 @@ pub(crate) fn tests(t: &mut Tests) {
         let temporary = lab.dir.join("temporary");
         let (path, variables) = (temporary.join("path"), temporary.join("variables"));
         std::fs::create_dir_all(&temporary).map_err(failed("the directory"))?;
+        let wheel = harness::package::wheel()?;
         let action = |vrnics: &str| {
             let mut c = Command::new("setpriv");
             let id = own_user();
             c.args([format!("--reuid={id}"), format!("--regid={id}"), "--clear-groups".into(), "bash".into()]);
             c.arg(harness::root().join("packaging/github/start.sh")).env("RUNNER_TEMP", &temporary);
             c.env("GITHUB_PATH", &path).env("GITHUB_ENV", &variables).env("HOME", &temporary).env("VRNICS", vrnics);
-            let wheel = harness::package::wheel()?;
-            Ok::<_, String>(Output::of(c.env("PACKAGE", wheel).env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")))
+            Output::of(c.env("PACKAGE", &wheel).env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin"))
         };
         std::os::unix::fs::chown(&temporary, Some(own_user()), Some(own_user())).map_err(failed("the directory"))?;
-        refused(&action("two")?, "vrnics: `two` is not a number")?;
-        let o = action("2")?;
+        refused(&action("two"), "vrnics: `two` is not a number")?;
+        let o = action("2");
         require(o.ok(), o.text)?;
         let read = |file: &Path| std::fs::read_to_string(file).map_err(failed("what the action has written"));
         let (path, variables) = (read(&path)?, read(&variables)?);
