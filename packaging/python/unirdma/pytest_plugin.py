@@ -56,6 +56,7 @@ class Vrnic:
     def __init__(self, host, name):
         self.host = host
         self.name = name
+        self._started = []
 
     def show(self):
         """What `unirdma vrnic show --json` says: state, objects, counters."""
@@ -80,11 +81,17 @@ class Vrnic:
         return subprocess.run(self.command(argv, options), **kwargs)
 
     def popen(self, argv, options=(), **kwargs):
-        """As `subprocess.Popen`, in its container."""
-        return subprocess.Popen(self.command(argv, options), **kwargs)
+        """As `subprocess.Popen`, in its container. What still runs when the vRNIC is removed is killed."""
+        process = subprocess.Popen(self.command(argv, options), **kwargs)
+        self._started.append(process)
+        return process
 
     def remove(self):
-        """Removes it. Programs that still use it lose their device."""
+        """Removes it, and kills what `popen` has started. Other programs that use it lose their device."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
         self.host.call("vrnic", "rm", self.name, "--force")
 
 

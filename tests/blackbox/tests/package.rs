@@ -13,7 +13,8 @@ const PROJECT: &str = "import subprocess\n\n\
     b.run(client, check=True, timeout=60)\n    assert server.wait(20) == 0\n    \
     assert a.show()['counters']['received_bytes'] >= 100 * 65536\n\n\
     def test_a_container_has_the_device(vrnic):\n    \
-    assert b'unirdma0' in vrnic.run(['ibv_devices'], capture_output=True, check=True).stdout\n";
+    assert b'unirdma0' in vrnic.run(['ibv_devices'], capture_output=True, check=True).stdout\n    \
+    vrnic.popen(['sleep', '4321'])\n";
 
 /// An environment of Python with the package, and a project with tests. An ordinary user may read both.
 struct Installed {
@@ -64,6 +65,8 @@ pub(crate) fn tests(t: &mut Tests) {
             for begin in ["", "unirdma with 1 -q -- "] {
                 let o = shell(&format!("{begin}python -m pytest -q -p no:cacheprovider"));
                 require(o.ok() && o.text.contains("2 passed") && !o.text.contains("ERROR"), o.text)?;
+                let left = Output::of(Command::new("pgrep").args(["-f", "^sleep 4321"]));
+                require(!left.ok(), format!("a process is left: {}", left.text))?;
             }
         }
         let cache = home.join(".cache/unirdma");

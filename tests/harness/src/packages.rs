@@ -86,6 +86,7 @@ pub const PACKAGE: Needed = &[
     ("/usr/share/doc/python3-venv/copyright", "python3-venv"),
     ("/usr/lib/python3/dist-packages/pytest/__init__.py", "python3-pytest"),
     ("/usr/bin/strip", "binutils"),
+    ("/usr/bin/pgrep", "procps"),
 ];
 
 /// All packages of the tests.
