@@ -14,10 +14,10 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_rnic::MrNote;
 use unirdma_supervisor::Client;
 
-use crate::container;
 use crate::loader::PRELOAD;
 use crate::mounts;
 use crate::print::{self, bytes, table};
+use crate::vrnics;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma check                   all containers of this host; in a container: this one
@@ -307,10 +307,11 @@ fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
             Err(_) if is_inside(dir) => Report::inside(),
             Err(_) => Report::default(),
             Ok(mut client) => {
-                let all = container::all(&mut client)?;
-                let shown = all.iter().filter_map(|name| container::show(&mut client, name).ok());
                 let has = |v: &VrnicInfo| first(v).and_then(space).is_some_and(|s| Some(s) == space(pid));
-                Report::all(shown.filter(has)).pop().map(|(_, report)| report).unwrap_or_default()
+                Report::all(vrnics::all(&mut client)?.into_iter().filter(has))
+                    .pop()
+                    .map(|(_, report)| report)
+                    .unwrap_or_default()
             }
         };
         return Ok(vec![Report { processes: vec![process], ..found }]);
@@ -322,12 +323,9 @@ fn reports(dir: &Path, args: &CheckArgs) -> io::Result<Vec<Report>> {
         return Ok(vec![Report { processes: look_at(all), ..Report::inside() }]);
     }
     let mut client = Client::connect(dir)?;
-    let mut shown: Vec<_> = container::all(&mut client)?
-        .iter()
-        .map(|name| container::show(&mut client, name))
-        .collect::<io::Result<_>>()?;
+    let mut shown = vrnics::all(&mut client)?;
     if let Some(name) = &args.vrnic {
-        let named = container::show(&mut client, name)?;
+        let named = vrnics::show(&mut client, name)?;
         if named.container.is_none() {
             let how = format!("vRNIC {name} has no container; start one with `unirdma run --vrnic {name} -- CMD`");
             return Err(io::Error::other(how));

@@ -16,15 +16,17 @@ use unirdma_abi::container::MAX_VRNICS;
 use unirdma_ipc::fdpass;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
-use unirdma_supervisor::admin::{Request, Response};
+use unirdma_supervisor::admin::Request;
 
 use crate::bind::{self, Bind};
 use crate::carried;
 use crate::home::{self, Show};
+use crate::idmap;
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
 use crate::sysfs::{self, Device};
 use crate::unnamed::{self, Taken};
+use crate::vrnics;
 use crate::workdir;
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -113,22 +115,6 @@ pub(crate) fn library_dir() -> io::Result<PathBuf> {
     found.ok_or_else(|| io::Error::other("libibverbs.so.1 is not beside this program; build all with `cargo build --release`, or name its directory in UNIRDMA_LIBDIR"))
 }
 
-/// A vRNIC, as the virtual layer shows it.
-pub(crate) fn show(client: &mut Client, name: &str) -> io::Result<VrnicInfo> {
-    match client.ask(&Request::VrnicShow { name: name.into() }, None)? {
-        Response::Vrnic(info) => Ok(*info),
-        _ => Err(io::Error::other("unexpected answer of the virtual layer")),
-    }
-}
-
-/// The names of all vRNICs.
-pub(crate) fn all(client: &mut Client) -> io::Result<Vec<String>> {
-    match client.ask(&Request::VrnicList, None)? {
-        Response::Vrnics(all) => Ok(all.into_iter().map(|v| v.name).collect()),
-        _ => Err(io::Error::other("unexpected answer of the virtual layer")),
-    }
-}
-
 /// The names of a container's devices, of which the first is `first`.
 ///
 /// # Errors
@@ -155,7 +141,7 @@ fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, VrnicInfo)>> {
     let mut all: Vec<(Client, VrnicInfo)> = Vec::new();
     for name in names {
         let mut client = Client::connect(dir)?;
-        let info = show(&mut client, name)?;
+        let info = vrnics::show(&mut client, name)?;
         if all.iter().any(|(_, other)| other.name == info.name) {
             return Err(io::Error::other(format!("--vrnic {name} is given twice")));
         }
@@ -273,18 +259,13 @@ fn serve(
             break came.into_iter();
         }
         let Some(net) = sysfs::Net::of_step(step[0]) else { return Ok(None) };
-        for (device, files) in devices.iter().zip(came) {
-            if let Err(e) = sysfs::serve(files, dir, *device, net) {
-                eprintln!("unirdma: the files of {} in /sys cannot be read: {e}", device.name);
-            }
-        }
+        sysfs::serve(devices, came, dir, net);
     };
     let first = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pidfd = rustix::process::pidfd_open(first, PidfdFlags::empty())?;
-    let own_net = came.len() > 0;
     for (client, device) in clients.iter_mut().zip(devices) {
         let name = &device.info.name;
-        if let Some(frames) = own_net.then(|| came.next()).flatten() {
+        if let Some(frames) = came.next() {
             client.ask(&Request::Attach { name: name.into() }, Some(frames.as_fd()))?;
         }
         client.ask(&Request::Container { name: name.into() }, Some(pidfd.as_fd()))?;
@@ -297,17 +278,11 @@ fn serve(
 /// Maps ids of the user namespace in which the container is built to the same ids here: all ids for root, only its own
 /// for an ordinary user.
 fn map_ids(pid: i32) -> io::Result<()> {
-    let write = |file: &str, text: String| {
-        let path = format!("/proc/{pid}/{file}");
-        std::fs::write(&path, text).map_err(|e| io::Error::new(e.kind(), format!("cannot write {path}: {e}")))
-    };
-    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
-    if uid.is_root() && write("uid_map", all_ids("uid_map")).is_ok() {
-        return write("gid_map", all_ids("gid_map"));
+    let (process, user) = (pid.to_string(), idmap::user());
+    if user.0 == 0 && idmap::write(&process, "uid_map", &all_ids("uid_map")).is_ok() {
+        return idmap::write(&process, "gid_map", &all_ids("gid_map"));
     }
-    write("uid_map", format!("{0} {0} 1", uid.as_raw()))?;
-    write("setgroups", "deny".into())?;
-    write("gid_map", format!("{0} {0} 1", gid.as_raw()))
+    idmap::map_only(&process, user)
 }
 
 /// All ids of this process's user namespace, each mapped to itself.

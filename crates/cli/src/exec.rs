@@ -11,10 +11,9 @@ use rustix::process::{DumpableBehavior, Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ThreadNameSpaceType, UnshareFlags};
 use unirdma_supervisor::{Client, VHOST_SOCKET};
 
-use crate::container::show;
 use crate::mounts;
 use crate::process::{self, Foreground};
-use crate::{confine, home, idmap, sandbox};
+use crate::{confine, home, idmap, sandbox, vrnics};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a -- bash          in one terminal
@@ -38,10 +37,10 @@ pub(crate) struct ExecArgs {
 /// layer still reports the same PID after the pidfd was opened.
 fn first_process(client: &mut Client, name: &str) -> io::Result<(OwnedFd, String)> {
     for _ in 0..10 {
-        let info = show(client, name)?;
+        let info = vrnics::show(client, name)?;
         let Some(pid) = info.container.and_then(Pid::from_raw) else { break };
         let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
-        if show(client, name)?.container == info.container {
+        if vrnics::show(client, name)?.container == info.container {
             return Ok((pidfd, info.dir));
         }
     }

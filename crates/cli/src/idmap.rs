@@ -12,6 +12,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{getegid, geteuid};
 use rustix::thread::UnshareFlags;
 
+use crate::errors::context;
 use crate::process;
 
 /// Number of ids of a container that root starts.
@@ -55,14 +56,28 @@ fn subordinate(file: &str) -> Option<u32> {
     ranges.into_iter().find(|&(base, n)| base >= COUNT && n >= COUNT).map(|r| r.0)
 }
 
-/// Maps the ids that this process had outside in the user namespace in which it has just begun.
+/// The user and the group of this process.
+pub(crate) fn user() -> (u32, u32) {
+    (geteuid().as_raw(), getegid().as_raw())
+}
+
+/// Writes a file of a process that describes its user namespace. `process`: its PID, or `self`.
 ///
 /// # Errors
 /// The kernel refuses.
-pub(crate) fn be_only_user((uid, gid): (u32, u32)) -> io::Result<()> {
-    std::fs::write("/proc/self/uid_map", format!("{uid} {uid} 1"))?;
-    std::fs::write("/proc/self/setgroups", "deny")?;
-    std::fs::write("/proc/self/gid_map", format!("{gid} {gid} 1"))
+pub(crate) fn write(process: &str, file: &str, text: &str) -> io::Result<()> {
+    let path = format!("/proc/{process}/{file}");
+    std::fs::write(&path, text).map_err(context(format!("cannot write {path}")))
+}
+
+/// Maps one user and one group of outside to themselves in the user namespace of a process.
+///
+/// # Errors
+/// The kernel refuses.
+pub(crate) fn map_only(process: &str, (uid, gid): (u32, u32)) -> io::Result<()> {
+    write(process, "uid_map", &format!("{uid} {uid} 1"))?;
+    write(process, "setgroups", "deny")?;
+    write(process, "gid_map", &format!("{gid} {gid} 1"))
 }
 
 impl Ids {
@@ -74,7 +89,7 @@ impl Ids {
     /// The ids of a container that this process starts.
     pub fn choose() -> Ids {
         let read = |f: &str| std::fs::read_to_string(f).unwrap_or_default();
-        let me = (geteuid().as_raw(), getegid().as_raw());
+        let me = user();
         let own = Ids { outside: me, inside: me, count: 1 };
         if me.0 != 0 {
             return own;

@@ -36,6 +36,7 @@ mod unnamed;
 mod vfs;
 mod vm_run;
 mod vmm_args;
+mod vrnics;
 mod with;
 mod workdir;
 
@@ -604,15 +605,15 @@ fn show(dir: &std::path::Path, names: Vec<String>, vmm: &vmm_args::VmmArgs, memo
         let [name] = names.as_slice() else {
             return Err(io::Error::other("arguments of a virtual machine are those of one vRNIC: name it"));
         };
-        let shown = container::show(&mut client, name)?;
+        let shown = vrnics::show(&mut client, name)?;
         return print::line(&vmm.text(&shown, memory).unwrap_or_default()).map(|()| 0);
     }
     // JSON of one that was named is an object, else it is a list.
     let one = names.len() == 1;
-    let names = if names.is_empty() { container::all(&mut client)? } else { names };
+    let names = if names.is_empty() { vrnics::names(&mut client)? } else { names };
     let (mut found, mut code) = (Vec::new(), 0);
     for name in &names {
-        match container::show(&mut client, name) {
+        match vrnics::show(&mut client, name) {
             Ok(shown) => found.push(shown),
             Err(e) => code = report(&e),
         }

@@ -225,6 +225,15 @@ pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
     execute_with(command, Path::new(LIBRARIES), &mounts::vrnics(), Vec::new(), lost)
 }
 
+/// A variable that lists files, with one more before those that it has.
+pub(crate) fn before(variable: &str, mut file: OsString) -> OsString {
+    if let Some(others) = std::env::var_os(variable).filter(|v| !v.is_empty()) {
+        file.push(":");
+        file.push(others);
+    }
+    file
+}
+
 /// Executes the command with our libraries and vRNICs from these directories, and with more variables.
 pub(crate) fn execute_with(
     command: &[OsString],
@@ -236,11 +245,7 @@ pub(crate) fn execute_with(
     if let Some(why) = loader::unserved(&command[0]) {
         eprintln!("unirdma: {} will not find the vRNIC: it {why}", command[0].display());
     }
-    let mut path = OsString::from(libraries);
-    if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|v| !v.is_empty()) {
-        path.push(":");
-        path.push(old);
-    }
+    let path = before("LD_LIBRARY_PATH", libraries.into());
     let mut c = Command::new(&command[0]);
     let vrnics = std::env::join_paths(vrnics).unwrap_or_default();
     c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", vrnics).envs(more);

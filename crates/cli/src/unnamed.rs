@@ -10,8 +10,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use unirdma_ipc::vrnic::VrnicInfo;
-use unirdma_supervisor::admin::{Request, Response};
+use unirdma_supervisor::admin::Request;
 use unirdma_supervisor::{Client, served_by};
+
+use crate::vrnics;
 
 /// Longest time for a virtual layer to start, or to end before the next one starts.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -35,23 +37,27 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
     let limit = Instant::now() + PATIENCE;
     let (client, info) = loop {
         let mut client = connect(dir, limit)?;
-        match client.ask(&Request::VrnicTake { new, name: None }, None) {
-            Ok(Response::Vrnic(info)) => break (client, *info),
-            Ok(_) => return Err(io::Error::other("unexpected answer of the virtual layer")),
+        match vrnics::ask(&mut client, &Request::VrnicTake { new, name: None }) {
+            Ok(info) => break (client, info),
             // It has ended with its last vRNIC at this moment.
             Err(e) if has_ended(&e) && Instant::now() < limit => std::thread::sleep(PAUSE),
             Err(e) => return Err(e),
         }
     };
     if !quiet {
-        let addresses: Vec<String> = info.ips.iter().map(|ip| ip.addr.to_string()).collect();
         let end = match info.temporary {
             true => "it ends with this command",
             false => "nothing used it; --new makes another one",
         };
-        eprintln!("unirdma: vRNIC {} with address {} ({end})", info.name, addresses.join(", "));
+        eprintln!("unirdma: vRNIC {} ({end})", with_addresses(&info));
     }
     Ok(Taken { client, info, host: served_by(dir) })
+}
+
+/// The name of a vRNIC and its addresses.
+pub(crate) fn with_addresses(v: &VrnicInfo) -> String {
+    let addresses: Vec<String> = v.ips.iter().map(|ip| ip.addr.to_string()).collect();
+    format!("{} with address {}", v.name, addresses.join(", "))
 }
 
 /// Starts a virtual layer in a directory that nobody else uses, and makes vRNICs of these names, which end with the
@@ -61,13 +67,8 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
 /// One line, as [`take`].
 pub(crate) fn start(dir: &Path, names: &[String]) -> io::Result<(Client, Vec<VrnicInfo>)> {
     let mut client = connect(dir, Instant::now() + PATIENCE)?;
-    let mut vrnics = Vec::new();
-    for name in names {
-        match client.ask(&Request::VrnicTake { new: true, name: Some(name.clone()) }, None)? {
-            Response::Vrnic(info) => vrnics.push(*info),
-            _ => return Err(io::Error::other("unexpected answer of the virtual layer")),
-        }
-    }
+    let make = |name: &String| vrnics::ask(&mut client, &Request::VrnicTake { new: true, name: Some(name.clone()) });
+    let vrnics = names.iter().map(make).collect::<io::Result<_>>()?;
     Ok((client, vrnics))
 }
 

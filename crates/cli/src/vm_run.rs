@@ -18,8 +18,8 @@ use rustix::thread::UnshareFlags;
 use unirdma_ipc::vrnic::{VrnicInfo, Way};
 use unirdma_supervisor::Client;
 
-use crate::container::show;
 use crate::sandbox::{end_with_parent, fail};
+use crate::vrnics::show;
 use crate::{process, vmm_args};
 
 /// The library built from `guest/qemu/name.rs`.

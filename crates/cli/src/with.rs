@@ -1,10 +1,9 @@
 //! `unirdma with`: a command with a virtual layer of its own, for the tests of other projects. It takes the place of
 //! `modprobe rdma_rxe`.
 //!
-//! The command is in no sandbox: it runs as its user, sees what its user sees, and may use `unirdma` as who has started
-//! the virtual layer. Where the kernel allows it, a mount namespace adds what programs look for besides: the device in
-//! `/sys` and `/dev`, our libraries in the place of the system's, and the preloaded one. Elsewhere it has its
-//! environment only.
+//! The command is in no sandbox: it runs as its user, sees what its user sees, and may manage the virtual layer. Where
+//! the kernel allows it, a mount namespace adds what programs look for: the device in `/sys` and `/dev`, our libraries
+//! in the place of the system's, and the preloaded one. Elsewhere the command has its environment only.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -22,6 +21,7 @@ use unirdma_supervisor::served_by;
 
 use crate::errors::{self, context};
 use crate::process::{self, Foreground};
+use crate::sandbox::{GO, READY};
 use crate::sysfs::{self, Device, Net};
 use crate::{container, idmap, loader, mounts, sandbox, unnamed};
 
@@ -33,7 +33,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma with 1 --bare -- ./tests               without namespaces, as where they are not allowed
 
 The vRNICs are v1, v2 and so on. The command has v1, and the machine's own network. UNIRDMA_HOST_DIR is set for it, so `unirdma` in it
-means this virtual layer. When the command ends, what it has left running ends, and the virtual layer.
+means this virtual layer. When the command ends, so do the processes that it has left, and the virtual layer.
 
 Exit code: that of the command; 127 if it does not exist, 126 if it cannot be run, 128 and the signal if one ended it.";
 
@@ -94,12 +94,8 @@ pub(crate) fn with(args: &WithArgs) -> io::Result<u8> {
     let (mut client, vrnics) = unnamed::start(&dir, &names)?;
     let host = served_by(&dir);
     if !args.quiet {
-        let addresses = vrnics.iter().map(|v| {
-            let all: Vec<String> = v.ips.iter().map(|ip| ip.addr.to_string()).collect();
-            format!("{} with address {}", v.name, all.join(", "))
-        });
-        let addresses: Vec<String> = addresses.collect();
-        eprintln!("unirdma: vRNIC {} (the command has v1; all end with it)", addresses.join("; "));
+        let all: Vec<String> = vrnics.iter().map(unnamed::with_addresses).collect();
+        eprintln!("unirdma: vRNIC {} (the command has v1; all end with it)", all.join("; "));
     }
     // Processes that the command leaves behind become children of this one.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
@@ -147,9 +143,8 @@ struct Start<'a> {
     libraries: &'a Path,
 }
 
-/// The command's process has its namespaces; descriptors of files to serve come along.
-const READY: u8 = b'r';
-/// There are none; the reason follows.
+/// The command's process could not have its namespaces; the reason follows. Otherwise it sends [`READY`], with the
+/// descriptors of files to serve.
 const FAILED: u8 = b'f';
 
 impl Start<'_> {
@@ -159,15 +154,15 @@ impl Start<'_> {
     /// There is no such namespace, and no process.
     fn begin(&self, own: bool) -> io::Result<i32> {
         let (mut ours, theirs) = UnixStream::pair()?;
-        let user = (rustix::process::geteuid(), rustix::process::getegid());
-        let spaces = match (own, user.0.is_root()) {
+        let user = idmap::user();
+        let spaces = match (own, user.0 == 0) {
             (false, _) => UnshareFlags::empty(),
             (true, true) => UnshareFlags::NEWNS,
             (true, false) => UnshareFlags::NEWNS | UnshareFlags::NEWUSER,
         };
         let Some(pid) = process::fork(spaces)? else {
             drop(ours);
-            self.run(spaces, (user.0.as_raw(), user.1.as_raw()), theirs)
+            self.run(spaces, user, theirs)
         };
         drop(theirs);
         let mut step = [0];
@@ -178,12 +173,8 @@ impl Start<'_> {
             process::wait(pid)?;
             return Err(io::Error::other(why));
         }
-        for files in files {
-            if let Err(e) = sysfs::serve(files, self.dir, self.device, Net::Host) {
-                eprintln!("unirdma: the files of the RDMA device in /sys cannot be read: {e}");
-            }
-        }
-        ours.write_all(&[sandbox::GO])?;
+        sysfs::serve(&[self.device], files, self.dir, Net::Host);
+        ours.write_all(&[GO])?;
         Ok(pid)
     }
 
@@ -206,12 +197,8 @@ impl Start<'_> {
         drop(sock);
         let mut variables = vec![("UNIRDMA_HOST_DIR", self.dir.into())];
         if !preloads {
-            let mut all = self.libraries.join(loader::PRELOAD).into_os_string();
-            if let Some(old) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
-                all.push(":");
-                all.push(old);
-            }
-            variables.push(("LD_PRELOAD", all));
+            let library = self.libraries.join(loader::PRELOAD).into_os_string();
+            variables.push(("LD_PRELOAD", sandbox::before("LD_PRELOAD", library)));
         }
         process::hold_signals(false);
         let vrnic = PathBuf::from(&self.device.info.dir);
@@ -223,7 +210,7 @@ impl Start<'_> {
 /// stay in it.
 fn prepare(spaces: UnshareFlags, user: (u32, u32)) -> io::Result<()> {
     if spaces.contains(UnshareFlags::NEWUSER) {
-        idmap::be_only_user(user)?;
+        idmap::map_only("self", user)?;
     }
     if spaces.is_empty() {
         return Ok(());

@@ -3,9 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use unirdma_abi::container::{MAX_VRNICS, vrnic_dir};
-
-const SOCKET: &str = "vhost.sock";
+use unirdma_abi::container::{MAX_VRNICS, SOCKET, vrnic_dir};
 
 /// The sockets of this container's vRNICs, at most [`MAX_VRNICS`]: in the directories that `$UNIRDMA_DIR` names,
 /// separated by colons, else where `unirdma run` puts them ([`vrnic_dir`]).

@@ -125,7 +125,7 @@ const LOCK_PATIENCE: Duration = Duration::from_millis(100);
 /// Name of the administration socket in the directory.
 pub const ADMIN_SOCKET: &str = "admin.sock";
 /// Name of a vRNIC's vhost-user socket in its own directory.
-pub const VHOST_SOCKET: &str = "vhost.sock";
+pub const VHOST_SOCKET: &str = unirdma_abi::container::SOCKET;
 /// Name of the vhost-user socket of a vRNIC's network interface, for virtual machines, in the same directory.
 pub const NET_SOCKET: &str = "net.sock";
 /// Name of a vRNIC's vhost-user socket in the RFC mode, in the same directory.

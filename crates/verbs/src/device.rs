@@ -19,7 +19,7 @@ use crate::mr::MrObj;
 use crate::qp::QpObj;
 use crate::srq::SrqObj;
 use crate::trace::trace;
-use crate::{code, lock, null, set_errno};
+use crate::{code, free_list, lock, new_list, null, set_errno};
 
 /// A device. Once it was in a list it stays, as in rdma-core, so that pointers to it remain good.
 #[repr(C)]
@@ -201,8 +201,7 @@ pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_d
         unsafe { *num = list.len() as i32 };
     }
     trace!("ibv_get_device_list() = {}", list.len());
-    list.push(std::ptr::null_mut());
-    Box::into_raw(list.into_boxed_slice()).cast()
+    new_list(list)
 }
 
 /// Says why there is no device, if the program was told where to look, or if there is a socket. Otherwise it is like a
@@ -226,17 +225,8 @@ fn say_once_why(path: &Path, e: i32) {
 
 pub unsafe extern "C" fn x_ibv_free_device_list(list: *mut *mut ibv_device) {
     trace!("ibv_free_device_list()");
-    if list.is_null() {
-        return;
-    }
-    let mut n = 0;
-    // SAFETY: the list is ours: n devices, which stay, and a NULL in one boxed slice.
-    unsafe {
-        while !(*list.add(n)).is_null() {
-            n += 1;
-        }
-        drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, n + 1)));
-    }
+    // SAFETY: the caller gives its list back. The devices stay.
+    unsafe { free_list(list) };
 }
 
 pub unsafe extern "C" fn x_ibv_get_device_name(d: *mut ibv_device) -> *const c_char {

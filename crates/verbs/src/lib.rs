@@ -90,6 +90,30 @@ fn null<T>(e: i32) -> *mut T {
     std::ptr::null_mut()
 }
 
+/// A list for a program, which ends with NULL.
+fn new_list<T>(mut all: Vec<*mut T>) -> *mut *mut T {
+    all.push(std::ptr::null_mut());
+    Box::into_raw(all.into_boxed_slice()).cast()
+}
+
+/// Frees a list, and nothing to which it points.
+///
+/// # Safety
+/// `list` is NULL or of [`new_list`], and is given back once.
+unsafe fn free_list<T>(list: *mut *mut T) {
+    if list.is_null() {
+        return;
+    }
+    let mut n = 0;
+    // SAFETY: by the contract: n elements and a NULL in one boxed slice.
+    unsafe {
+        while !(*list.add(n)).is_null() {
+            n += 1;
+        }
+        drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, n + 1)));
+    }
+}
+
 /// The errno value that most verbs return, also put into errno.
 fn code(r: Result<(), i32>) -> i32 {
     match r {

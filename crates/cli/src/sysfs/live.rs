@@ -24,7 +24,7 @@ use unirdma_supervisor::admin;
 
 use super::device_files::{self, Entry, LIFESPAN_MS};
 use super::{Device, HARMLESS, Net, interface};
-use crate::mounts;
+use crate::{mounts, vrnics};
 
 /// Figures that are not older are shown without asking.
 const FRESH: Duration = Duration::from_millis(LIFESPAN_MS);
@@ -64,7 +64,7 @@ pub(super) fn mount() -> io::Result<(OwnedFd, OwnedFd)> {
 ///
 /// # Errors
 /// The kernel speaks no version of FUSE that we know, or no thread can be made.
-pub(crate) fn serve(files: OwnedFd, dir: &Path, device: Device<'_>, net: Net) -> io::Result<()> {
+pub(super) fn serve(files: OwnedFd, dir: &Path, device: Device<'_>, net: Net) -> io::Result<()> {
     let Device { info, name, number } = device;
     let known = Known { info: info.clone(), asked: None, answered: Instant::now(), number: 0 };
     let figures = Arc::new(Figures { known: Mutex::new(known), wanted: Condvar::new(), came: Condvar::new() });
@@ -149,10 +149,7 @@ fn ask(client: &mut Option<Client>, dir: &Path, vrnic: &str) -> io::Result<Vrnic
         Some(client) => client,
         none => none.insert(Client::connect(dir)?),
     };
-    match client.ask(&admin::Request::VrnicFigures { name: vrnic.into() }, None)? {
-        admin::Response::Vrnic(info) => Ok(*info),
-        _ => Err(io::Error::other("unexpected answer of the virtual layer")),
-    }
+    vrnics::ask(client, &admin::Request::VrnicFigures { name: vrnic.into() })
 }
 
 /// A name of the file system.

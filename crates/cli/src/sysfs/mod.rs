@@ -17,7 +17,6 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use crate::errors;
 use crate::mounts;
 use device_files::{Entry, Files, Interface};
-pub(crate) use live::serve;
 
 /// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
 const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
@@ -94,6 +93,16 @@ pub(crate) fn set_up(staging: &Path, devices: &[Device<'_>], net: Net) -> io::Re
         class(&staging.join("class"), devices)?;
         make(&staging.join("virtual"), devices, net)
     })
+}
+
+/// Serves the files of devices outside of their container, with the descriptors of [`set_up`], in threads of this
+/// process. A device whose files cannot be served is told.
+pub(crate) fn serve(devices: &[Device<'_>], files: Vec<OwnedFd>, dir: &Path, net: Net) {
+    for (device, files) in devices.iter().zip(files) {
+        if let Err(e) = live::serve(files, dir, *device, net) {
+            eprintln!("unirdma: the files of {} in /sys cannot be read: {e}", device.name);
+        }
+    }
 }
 
 /// Makes the devices' entries in `/sys/class`. `class`: an empty directory for them.

@@ -15,7 +15,7 @@ use super::qp::default_pd;
 use super::{ChannelPart, EventChannelObj, IdObj, Place, address, object, request, with_device, with_devices};
 use crate::event::Outstanding;
 use crate::trace::trace;
-use crate::{done, null};
+use crate::{done, free_list, new_list, null};
 
 const QPT_RC: u32 = 2;
 const QPT_UD: u32 = 4;
@@ -395,25 +395,15 @@ pub unsafe extern "C" fn x_rdma_set_option(
 
 /// The devices, in a list that ends with NULL.
 pub unsafe extern "C" fn x_rdma_get_devices(num: *mut i32) -> *mut *mut ibv_context {
-    let mut list: Vec<_> = with_devices(|all| all.iter().map(|d| d.verbs).collect()).unwrap_or_default();
+    let list: Vec<_> = with_devices(|all| all.iter().map(|d| d.verbs).collect()).unwrap_or_default();
     if !num.is_null() {
         // SAFETY: room for a number.
         unsafe { *num = list.len() as i32 };
     }
-    list.push(std::ptr::null_mut());
-    Box::into_raw(list.into_boxed_slice()).cast()
+    new_list(list)
 }
 
 pub unsafe extern "C" fn x_rdma_free_devices(list: *mut *mut ibv_context) {
-    if list.is_null() {
-        return;
-    }
-    let mut n = 0;
-    // SAFETY: a list of rdma_get_devices ends with NULL.
-    unsafe {
-        while !(*list.add(n)).is_null() {
-            n += 1;
-        }
-        drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, n + 1)));
-    }
+    // SAFETY: the caller gives its list back.
+    unsafe { free_list(list) };
 }
