@@ -4,7 +4,7 @@
  *
  *   vf-costs DEVICE times   prints names and numbers: medians of times in microseconds
  *   vf-costs DEVICE calls   for count-calls: MRs are registered and deregistered in section 1, and QPs are connected in
- *                           section 2, CALLS times each
+ *                           section 2, CALLS times each; in section 3, REQUESTS writes are posted and polled
  */
 #include <infiniband/verbs.h>
 #include <stdint.h>
@@ -15,10 +15,11 @@
 #include "check.h"
 #include "times.h"
 
-enum { PAGE = 4096, MIB = 1 << 20, LARGEST = 64 * MIB, TIMES = 31, FEW = 5, CALLS = 20, CQES = 64, MORE_CQES = 256 };
+enum { PAGE = 4096, MIB = 1 << 20, LARGEST = 64 * MIB, CQES = 64, MORE_CQES = 256 };
+enum { TIMES = 31, FEW = 5, CALLS = 20, REQUESTS = 1000 };
 enum { ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
 /* The system call of count-calls, and its sections. */
-enum { SECTION = 1000, OTHER = 0, REGISTRATION = 1, CONNECTION = 2 };
+enum { SECTION = 1000, OTHER = 0, REGISTRATION = 1, CONNECTION = 2, REQUEST = 3 };
 /* Time between connections, so that the virtual layer sleeps when the next message comes, us. */
 enum { PAUSE_US = 20000 };
 
@@ -172,9 +173,27 @@ static void time_registration(const char *name, size_t bytes, int n)
 	say(line, 1, n);
 }
 
+/* Writes to its own memory. */
+static void write_once(struct ibv_qp *qp, struct ibv_mr *mr)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)memory, .length = 64, .lkey = mr->lkey };
+	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
+				  .send_flags = IBV_SEND_SIGNALED,
+				  .wr.rdma = { .remote_addr = (uintptr_t)memory + PAGE / 2, .rkey = mr->rkey } };
+	struct ibv_send_wr *bad;
+	struct ibv_wc wc;
+	int n;
+
+	CHECK(!ibv_post_send(qp, &wr, &bad));
+	while (!(n = ibv_poll_cq(cq, 1, &wc)))
+		;
+	CHECK(n == 1 && wc.status == IBV_WC_SUCCESS);
+}
+
 static void count_calls(void)
 {
 	struct ibv_qp *qps[CALLS + 1];
+	struct ibv_mr *mr;
 	double began;
 
 	for (int i = 0; i <= CALLS; i++)
@@ -195,6 +214,12 @@ static void count_calls(void)
 		syscall(SECTION, CONNECTION);
 		to_rts(qps[i]);
 	}
+	syscall(SECTION, OTHER);
+	CHECK((mr = ibv_reg_mr(pd, memory, PAGE, ACCESS)));
+	write_once(qps[CALLS], mr);
+	syscall(SECTION, REQUEST);
+	for (int i = 0; i < REQUESTS; i++)
+		write_once(qps[CALLS], mr);
 	syscall(SECTION, OTHER);
 	printf("each %d times, connections in %.0f seconds\n", CALLS, seconds() - began);
 }

@@ -130,10 +130,10 @@ fn sum(counts: &BTreeMap<u32, u64>, of: &[u32]) -> u64 {
     of.iter().filter_map(|n| counts.get(n)).sum()
 }
 
-/// The number that `count-calls` has printed.
-fn calls(o: &Output) -> Result<u64> {
-    let number = o.text.rsplit("system calls: ").next().and_then(|n| n.trim().parse().ok());
-    number.filter(|_| o.ok()).ok_or_else(|| o.text.clone())
+/// The system calls of vf-costs, by a vRNIC that has a VF, and on a VF alone.
+fn costs(layer: &Layer<'_>) -> Result<(Output, Output)> {
+    let hosted = layer.run("a", "count-calls vf-costs unirdma0 calls")?;
+    Ok((hosted, layer.vfs.run(&format!("count-calls vf-costs {} calls", layer.pool.of(3, "verbs")?))?))
 }
 
 pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
@@ -234,31 +234,9 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
     });
     t.on_mut(vfs, "way vf: posting and polling make as many system calls as on the VF alone", |vfs| {
         let layer = Layer::start(vfs)?;
-        let program = |n: u32| format!("ib_write_bw -F -s 64 -n {n}");
-        let hosted = |n| -> Result<u64> {
-            let client = format!("count-calls {} 10.0.0.1", program(n));
-            calls(&layer.pair(("a", &program(n)), ("b", &client))?.1)
-        };
-        let alone = |n| -> Result<u64> {
-            let on = |vf| -> Result<String> {
-                let verbs = layer.pool.of(vf, "verbs")?;
-                let gids =
-                    format!("cd /sys/class/infiniband/{verbs}/ports/1/gids && grep -l ffff:0a32:00{:02x} *", 10 + vf);
-                Ok(format!("{} -d {verbs} -x {}", program(n), vfs.must(&gids)?.trim()))
-            };
-            let server = vfs.spawn(&on(2)?)?;
-            let listens = || Ok(server.has_ended() || vfs.run("netstat -ltn")?.text.contains(":18515"));
-            harness::within(SOON, listens, "the server does not listen")?;
-            let client = vfs.run(&format!("count-calls {} 127.0.0.1", on(3)?))?;
-            server.finish();
-            calls(&client)
-        };
-        let (few, many, slack) = (20, 1020, 50);
-        let (hosted, alone) = (hosted(many)?.saturating_sub(hosted(few)?), alone(many)?.saturating_sub(alone(few)?));
-        require(
-            hosted <= alone + slack,
-            format!("1000 more requests take {hosted} more calls, and {alone} on the VF alone"),
-        )
+        let (hosted, alone) = costs(&layer)?;
+        let (ours, theirs) = (calls_of(&hosted, 3)?, calls_of(&alone, 3)?);
+        require(ours == theirs, format!("1000 requests: {ours:?}, alone {theirs:?}"))
     });
     t.on_mut(vfs, "way vf: RDMA devices that only their own network namespace sees", |vfs| {
         vfs.must("rdma system set netns exclusive")?;
@@ -275,8 +253,7 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         const SENDTO: u32 = 44;
         const SENDMSG: u32 = 46;
         let layer = Layer::start(vfs)?;
-        let hosted = layer.run("a", "count-calls vf-costs unirdma0 calls")?;
-        let alone = vfs.run(&format!("count-calls vf-costs {} calls", layer.pool.of(3, "verbs")?))?;
+        let (hosted, alone) = costs(&layer)?;
         let (ours, theirs) = (calls_of(&hosted, 1)?, calls_of(&alone, 1)?);
         let commands = |counts: &BTreeMap<u32, u64>| sum(counts, &[WRITE, IOCTL]);
         let totals = (ours.values().sum::<u64>(), theirs.values().sum::<u64>());
