@@ -119,7 +119,7 @@ pub(crate) fn library_dir() -> io::Result<PathBuf> {
 ///
 /// # Errors
 /// The longest one is too long.
-fn device_names(first: &str, count: usize) -> io::Result<Vec<String>> {
+pub(crate) fn device_names(first: &str, count: usize) -> io::Result<Vec<String>> {
     if count == 1 {
         return Ok(vec![first.into()]);
     }
@@ -134,27 +134,43 @@ fn device_names(first: &str, count: usize) -> io::Result<Vec<String>> {
 ///
 /// # Errors
 /// One line: there is none of a name, or they cannot be in one container.
-fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, VrnicInfo)>> {
+pub(crate) fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, VrnicInfo)>> {
     if names.len() > MAX_VRNICS {
         return Err(io::Error::other(format!("a container has at most {MAX_VRNICS} vRNICs")));
     }
-    let mut all: Vec<(Client, VrnicInfo)> = Vec::new();
+    let mut all = Vec::new();
     for name in names {
         let mut client = Client::connect(dir)?;
         let info = vrnics::show(&mut client, name)?;
-        if all.iter().any(|(_, other)| other.name == info.name) {
-            return Err(io::Error::other(format!("--vrnic {name} is given twice")));
-        }
-        if let Some((_, first)) = all.first().filter(|(_, first)| first.group != info.group) {
-            let (a, b) = (&first.group, &info.group);
-            return Err(io::Error::other(format!(
-                "vRNIC {} is of group {a}, and {name} of group {b}: all vRNICs of a container are of one group",
-                first.name
-            )));
-        }
-        all.push((client, info));
+        add_to(&mut all, client, info)?;
     }
     Ok(all)
+}
+
+/// Adds a vRNIC to a container's.
+///
+/// # Errors
+/// One line: they cannot be in one container.
+pub(crate) fn add_to(all: &mut Vec<(Client, VrnicInfo)>, client: Client, info: VrnicInfo) -> io::Result<()> {
+    let name = &info.name;
+    if all.iter().any(|(_, other)| other.name == *name) {
+        return Err(io::Error::other(format!("vRNIC {name} is given twice")));
+    }
+    if let Some((_, first)) = all.first().filter(|(_, first)| first.group != info.group) {
+        let (a, b) = (&first.group, &info.group);
+        return Err(io::Error::other(format!(
+            "vRNIC {} is of group {a}, and {name} of group {b}: all vRNICs of a container are of one group",
+            first.name
+        )));
+    }
+    all.push((client, info));
+    Ok(())
+}
+
+/// The devices of a container, with their names and their interfaces' names.
+pub(crate) fn devices<'a>(vrnics: &'a [VrnicInfo], names: &'a [String], interfaces: &'a [String]) -> Vec<Device<'a>> {
+    let all = vrnics.iter().zip(names.iter().zip(interfaces)).enumerate();
+    all.map(|(number, (info, (name, interface)))| Device { info, name, number, interface }).collect()
 }
 
 pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
@@ -167,8 +183,8 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     };
     let (mut clients, vrnics): (Vec<_>, Vec<_>) = held.into_iter().unzip();
     let names = device_names(&args.device_name, vrnics.len())?;
-    let named = vrnics.iter().zip(&names).enumerate();
-    let devices: Vec<_> = named.map(|(number, (info, name))| Device { info, name, number }).collect();
+    let interfaces: Vec<_> = (0..vrnics.len()).map(|number| format!("eth{number}")).collect();
+    let devices = devices(&vrnics, &names, &interfaces);
     let libraries = library_dir()?;
     home::forget_tokens();
     let homes = home::all(args.home)?;
@@ -198,7 +214,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
         }
     };
     drop(theirs);
-    match serve(&mut clients, dir, &devices, pid, ours, nested) {
+    match serve(&mut clients, dir, &devices, pid, ours, nested, || process::pass_signals_to(pid, false)) {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
@@ -235,15 +251,18 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
     }
 }
 
-/// Takes the steps that need a process outside of the new namespaces. Returns a descriptor that keeps the container's
-/// network alive, if it has one of its own. Returns early if the child has failed; it has printed why.
-fn serve(
+/// Takes the steps that need a process outside of the container's namespaces: of the container whose first process is
+/// `pid`. The process at the other end of `sock` takes the steps inside; `ready` is called before it goes on. Returns a
+/// descriptor that keeps the container's network alive, if it has one of its own. Returns early if the other process
+/// has failed; it has printed why.
+pub(crate) fn serve(
     clients: &mut [Client],
     dir: &Path,
     devices: &[Device<'_>],
     pid: i32,
     mut sock: UnixStream,
     nested: bool,
+    ready: impl FnOnce(),
 ) -> io::Result<Option<OwnedFd>> {
     let mut step = [0];
     if nested {
@@ -270,7 +289,7 @@ fn serve(
         }
         client.ask(&Request::Container { name: name.into() }, Some(pidfd.as_fd()))?;
     }
-    process::pass_signals_to(pid, false);
+    ready();
     sock.write_all(&[GO])?;
     Ok(came.next())
 }

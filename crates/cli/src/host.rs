@@ -4,17 +4,19 @@ use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use unirdma_ipc::config::{EngineConfig, Polling};
+use unirdma_supervisor::cdi::{self, Cdi};
 use unirdma_supervisor::{
     CentreConfig, DEFAULT_METRICS_VRNICS, HostConfig, Isolation, MAX_METRICS_VRNICS, MetricsConfig, WireConfig,
-    default_state, firewall_rules, keep, serve,
+    default_dir, default_state, firewall_rules, keep, serve,
 };
 use unirdma_worker::{Alone, work};
 
 use crate::confine;
+use crate::errors::{self, context};
 use crate::process;
 use crate::vfs::VfArgs;
 
@@ -27,6 +29,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host --address 192.168.7.1 --centre https://192.168.7.100:7471 --join TOKEN     of a fleet; later starts need no --join
   unirdma host --user rdma                               as root: workers run as the user `rdma`
   unirdma host --vf-pf ens1f0,vfs=8,vlan,10.50.0.10/24   as root: a pool of 8 VFs of a real RNIC, see `unirdma vf ls`
+  unirdma host --cdi /etc/cdi                            podman, docker and containerd find the vRNICs there
   unirdma host --metrics 127.0.0.1:9751                  metrics for Prometheus at http://127.0.0.1:9751/metrics
 
 Each group has a worker, a process of its own, which is started anew if it dies (see `unirdma status`). If `unirdma host` itself is killed, the
@@ -105,6 +108,10 @@ pub(crate) struct HostArgs {
     metrics_vrnics: u64,
     #[command(flatten)]
     vfs: VfArgs,
+    /// Directory with files (CDI) by which podman, docker and containerd find the vRNICs, or `off` [default:
+    /// /var/run/cdi if root serves the default directory, else off]
+    #[arg(long, value_name = "DIR|off")]
+    cdi: Option<PathBuf>,
     /// End with the last vRNIC. `unirdma run` starts such a virtual layer if there is none
     #[arg(long, hide = true)]
     ends_unused: bool,
@@ -237,11 +244,34 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     });
     let most_vrnics = usize::try_from(args.metrics_vrnics).unwrap_or(MAX_METRICS_VRNICS);
     let metrics = args.metrics.map(|address| MetricsConfig { address, most_vrnics });
+    let cdi = engines(&dir, args.cdi.as_deref())?;
     let isolation = Isolation::Processes;
     let (user, ends_unused) = (args.user.clone(), args.ends_unused);
-    let config = HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, ends_unused };
+    let config = HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, cdi, ends_unused };
     let ready = || eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     serve(&config, stop.as_fd(), ready, || log_signal(stop.as_fd()))
+}
+
+/// The files for container engines that the option asks for.
+fn engines(dir: &Path, option: Option<&Path>) -> io::Result<Option<Cdi>> {
+    let directory = match option {
+        Some(off) if off == "off" => return Ok(None),
+        Some(directory) => std::path::absolute(directory)?,
+        None if rustix::process::geteuid().is_root() && dir == default_dir() => cdi::DIRECTORY.into(),
+        None => return Ok(None),
+    };
+    let made = std::fs::create_dir_all(&directory);
+    match made.map_err(context(format!("cannot make {} for container engines", directory.display()))) {
+        Ok(()) => Ok(Some(Cdi { directory, program: std::env::current_exe()? })),
+        Err(e) if option.is_none() => {
+            eprintln!(
+                "unirdma: {}; they will find no vRNICs (--cdi off: none are wanted)",
+                errors::plain(&e.to_string())
+            );
+            Ok(None)
+        }
+        Err(e) => Err(e),
+    }
 }
 
 /// Logs to standard error: warnings and errors, or as UNIRDMA_LOG says.

@@ -13,17 +13,17 @@ use crate::errors::context;
 use crate::{masked, mounts};
 
 /// The names under which programs ask for our libraries.
-const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+pub(crate) const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 /// The file in `/etc` that names libraries to preload.
-const NAME_FILE: &str = "ld.so.preload";
+pub(crate) const NAME_FILE: &str = "ld.so.preload";
 /// The library to preload, beside the others.
 pub(crate) const PRELOAD: &str = "libunirdma-preload.so";
 
 /// Directories in which loaders look without being told, on Debian and on Fedora.
 #[cfg(target_arch = "aarch64")]
-const USUAL: [&str; 2] = ["/usr/lib/aarch64-linux-gnu", "/usr/lib64"];
+pub(crate) const USUAL: [&str; 2] = ["/usr/lib/aarch64-linux-gnu", "/usr/lib64"];
 #[cfg(not(target_arch = "aarch64"))]
-const USUAL: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64"];
+pub(crate) const USUAL: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64"];
 
 /// Makes the loader of all programs preload our library: adds a file to the `/etc` of this mount namespace, by an
 /// overlay, since no file can be made there. `staging`: a directory on which something else is mounted later.
@@ -47,22 +47,27 @@ pub(crate) fn set_up<'a>(
 
 fn name_library(staging: &Path, libraries: &Path) -> io::Result<()> {
     let ours = staging.join(NAME_FILE);
-    let library = [libraries.join(PRELOAD).as_os_str().as_bytes(), b"\n"].concat();
     match fs::read(Path::new("/etc").join(NAME_FILE)) {
-        // The host's own names stay. Those of `unirdma with`, in which this may run, lead to files that do not show.
+        // The host's own names stay.
         Ok(names) => {
-            let others = names.split(|&b| b == b'\n').filter(|name| !name.ends_with(PRELOAD.as_bytes()));
-            let mut all = others.collect::<Vec<_>>().join(&b'\n');
-            all.extend([b"\n", &*library].concat());
-            fs::write(&ours, all)?;
+            fs::write(&ours, preloaded(&names, libraries))?;
             rustix::mount::mount_bind(&ours, Path::new("/etc").join(NAME_FILE))
                 .map_err(context("cannot mount on /etc/ld.so.preload"))
         }
         Err(_) => {
-            fs::write(&ours, library)?;
+            fs::write(&ours, preloaded(&[], libraries))?;
             overlay(staging)
         }
     }
+}
+
+/// The names of libraries to preload, with ours. Those of `unirdma with` lead to files that a container does not have.
+pub(crate) fn preloaded(names: &[u8], libraries: &Path) -> Vec<u8> {
+    let others = names.split(|&b| b == b'\n').filter(|name| !name.is_empty() && !name.ends_with(PRELOAD.as_bytes()));
+    let ours = libraries.join(PRELOAD);
+    let mut all: Vec<u8> = others.chain([ours.as_os_str().as_bytes()]).collect::<Vec<_>>().join(&b'\n');
+    all.push(b'\n');
+    all
 }
 
 /// Adds the files of `staging` to `/etc`.
@@ -77,8 +82,24 @@ fn overlay(staging: &Path) -> io::Result<()> {
 
 /// The files that the loader finds for each of the names: by its cache, and in its usual directories.
 pub(crate) fn resolved() -> [(&'static str, Vec<PathBuf>); 2] {
-    let cache = fs::read("/etc/ld.so.cache").unwrap_or_default();
-    NAMES.map(|name| (name, files(&cache, name)))
+    NAMES.map(|name| (name, found(name)))
+}
+
+/// The files that the loader finds for a name.
+pub(crate) fn found(name: &str) -> Vec<PathBuf> {
+    files(&read("/etc/ld.so.cache"), name)
+}
+
+/// The contents of a file that may be anybody's; nothing if it is no file.
+pub(crate) fn read(path: impl AsRef<Path>) -> Vec<u8> {
+    const MOST: u64 = 64 << 20;
+    let mut bytes = Vec::new();
+    if fs::metadata(&path).is_ok_and(|m| m.is_file())
+        && let Ok(file) = fs::File::open(&path)
+    {
+        let _ = io::Read::read_to_end(&mut io::Read::take(file, MOST), &mut bytes);
+    }
+    bytes
 }
 
 /// Covers the files that the loader finds by ours, in this mount namespace.

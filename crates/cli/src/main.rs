@@ -11,6 +11,7 @@
 mod bind;
 mod capture;
 mod carried;
+mod cdi;
 mod check;
 mod confine;
 mod container;
@@ -128,6 +129,12 @@ enum Command {
     /// memory is reached
     #[command(after_help = check::EXAMPLES)]
     Check(check::CheckArgs),
+    /// Serve container engines, which run this for their containers
+    #[command(hide = true)]
+    Cdi {
+        #[command(subcommand)]
+        command: cdi::CdiCommand,
+    },
     /// Start a virtual machine that has a vRNIC
     Vm {
         #[command(subcommand)]
@@ -554,6 +561,7 @@ fn command(cli: Cli) -> io::Result<u8> {
         Command::With(args) => with::with(&args),
         Command::Exec(args) => exec::exec(&dir, &args),
         Command::Check(args) => check::check(&dir, &args),
+        Command::Cdi { command } => cdi::run(&dir, &command),
         Command::Vm { command } => vm_run::vm(&dir, command),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),

@@ -33,7 +33,7 @@ use crate::workdir::Working;
 /// The directory in which programs find our libraries.
 pub(crate) const LIBRARIES: &str = "/run/unirdma-lib";
 /// Directory of what our libraries cover: the real ones, which programs on a VF use.
-const REAL: &str = "/run/unirdma-lib/real";
+pub(crate) const REAL: &str = "/run/unirdma-lib/real";
 
 /// Entries of the host's root directory that the container has its own of, or none.
 const OWN: [&str; 5] = ["proc", "dev", "tmp", "run", "lost+found"];
@@ -86,7 +86,7 @@ impl Tree {
 
     /// Copies a tree that is already in the new root.
     fn again(&self) -> io::Result<Tree> {
-        let mount = open_tree(&self.mount, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?;
+        let mount = again(&self.mount)?;
         Ok(Tree { mount, directory: self.directory, owned: self.owned })
     }
 
@@ -151,6 +151,21 @@ pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountA
 /// A copy of the mounts at `path` and below. It is not attached yet.
 pub(crate) fn copy(path: &Path) -> io::Result<OwnedFd> {
     open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))
+}
+
+/// Like [`copy`], but nothing can be changed there, and nothing in it has more rights than who uses it.
+pub(crate) fn copy_read_only(path: &Path) -> io::Result<OwnedFd> {
+    Ok(Tree::copy(path)?.harmless(true, false)?.mount)
+}
+
+/// Has nothing be changed in what is mounted at a path. Mounts below it stay as they are.
+pub(crate) fn set_read_only(path: &Path) -> io::Result<()> {
+    fix(open_tree(CWD, path, OpenTreeFlags::OPEN_TREE_CLOEXEC)?)
+}
+
+/// Has nothing be changed in a mount. Mounts below it stay as they are.
+pub(crate) fn fix(mount: OwnedFd) -> io::Result<()> {
+    Tree { mount, directory: true, owned: false }.set(MountAttrFlags::MOUNT_ATTR_RDONLY, None, false)
 }
 
 /// Attaches a mount at a path that this process sees.
@@ -227,7 +242,62 @@ pub(crate) fn add_to_dev(staging: &Path, name: &Path) -> io::Result<()> {
     })
 }
 
-const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
+/// Opens a path of a container whose root directory is `root`. Symbolic links cannot lead out of it.
+pub(crate) fn open_within(root: &OwnedFd, path: &Path) -> rustix::io::Result<OwnedFd> {
+    let relative = path.strip_prefix("/").unwrap_or(path);
+    let relative = if relative.as_os_str().is_empty() { Path::new(".") } else { relative };
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    openat2(root, relative, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)
+}
+
+/// Like [`open_within`], but makes a directory or an empty file if there is nothing.
+pub(crate) fn place_within(root: &OwnedFd, path: &Path, directory: bool) -> io::Result<OwnedFd> {
+    match open_within(root, path) {
+        Err(rustix::io::Errno::NOENT) => {}
+        found => return Ok(found?),
+    }
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::ErrorKind::NotFound.into());
+    };
+    let parent = place_within(root, parent, true)?;
+    if directory {
+        mkdirat(&parent, name, Mode::from_raw_mode(0o755))?;
+    } else {
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        openat(&parent, name, flags, Mode::from_raw_mode(0o644))?;
+    }
+    Ok(open_within(root, path)?)
+}
+
+/// A copy of the mounts at a path of a container whose root directory is `root`.
+pub(crate) fn copy_within(root: &OwnedFd, path: &Path) -> io::Result<OwnedFd> {
+    let at = open_within(root, path).map_err(context(format!("cannot find {} of the container", path.display())))?;
+    again(&at)
+}
+
+/// Copies the mounts that a descriptor is of, and those below. They must be attached.
+pub(crate) fn again(at: &OwnedFd) -> io::Result<OwnedFd> {
+    open_tree(at, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH).map_err(context("cannot copy a mount"))
+}
+
+/// Attaches a mount at a path of a container whose root directory is `root`. Makes a directory or an empty file there
+/// if there is nothing.
+pub(crate) fn put_within(root: &OwnedFd, mount: &OwnedFd, path: &Path, directory: bool) -> io::Result<()> {
+    let why = |e: io::Error| {
+        let hint = match e.kind() {
+            io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+                " (nothing can be made there; make it outside of the container first, or choose another place)"
+            }
+            _ => "",
+        };
+        io::Error::new(e.kind(), format!("cannot put anything at {} of the container: {e}{hint}", path.display()))
+    };
+    let at = place_within(root, path, directory).map_err(why)?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    move_mount(mount, "", &at, "", flags).map_err(|e| why(e.into()))
+}
+
+pub(crate) const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
 
 /// The new root directory while it is built.
 struct Root<'a> {
@@ -244,46 +314,16 @@ impl Root<'_> {
         mount_new("tmpfs", &[("mode", mode), ("uid", &uid.to_string()), ("gid", &gid.to_string())], attributes)
     }
 
-    /// Opens a path of the new root. Symbolic links cannot lead out of it.
     fn open(&self, path: &Path) -> rustix::io::Result<OwnedFd> {
-        let relative = path.strip_prefix("/").unwrap_or(path);
-        let relative = if relative.as_os_str().is_empty() { Path::new(".") } else { relative };
-        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        openat2(&self.mount, relative, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)
+        open_within(&self.mount, path)
     }
 
-    /// Like [`Root::open`], but makes a directory or an empty file if there is nothing.
     fn place(&self, path: &Path, directory: bool) -> io::Result<OwnedFd> {
-        match self.open(path) {
-            Err(rustix::io::Errno::NOENT) => {}
-            found => return Ok(found?),
-        }
-        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
-            return Err(io::ErrorKind::NotFound.into());
-        };
-        let parent = self.place(parent, true)?;
-        if directory {
-            mkdirat(&parent, name, Mode::from_raw_mode(0o755))?;
-        } else {
-            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-            openat(&parent, name, flags, Mode::from_raw_mode(0o644))?;
-        }
-        Ok(self.open(path)?)
+        place_within(&self.mount, path, directory)
     }
 
     fn put_mount(&self, mount: &OwnedFd, path: &Path, directory: bool) -> io::Result<()> {
-        let why = |e: io::Error| {
-            let hint = match e.kind() {
-                io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
-                    " (nothing can be made there; make it outside of the container first, or choose another place)"
-                }
-                _ => "",
-            };
-            io::Error::new(e.kind(), format!("cannot put anything at {} of the container: {e}{hint}", path.display()))
-        };
-        let at = self.place(path, directory).map_err(why)?;
-        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
-        move_mount(mount, "", &at, "", flags).map_err(|e| why(e.into()))
+        put_within(&self.mount, mount, path, directory)
     }
 
     fn put(&self, tree: &Tree, path: &Path) -> io::Result<()> {
@@ -682,9 +722,7 @@ fn terminal() -> Option<Tree> {
 fn enter(root: Root<'_>) -> io::Result<()> {
     rustix::process::fchdir(&root.mount)?;
     for mount in root.fixed.into_inner().into_iter().chain([root.mount]) {
-        let fixed = Tree { mount, directory: true, owned: false };
-        let set = fixed.set(MountAttrFlags::MOUNT_ATTR_RDONLY, None, false);
-        set.map_err(context("cannot set the flags of the new root"))?;
+        fix(mount).map_err(context("cannot set the flags of the new root"))?;
     }
     rustix::process::pivot_root(".", ".").map_err(context("cannot enter the new root"))?;
     // The old root is mounted over the new one.

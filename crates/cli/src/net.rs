@@ -10,7 +10,7 @@ use unirdma_ipc::vrnic::IpNet;
 
 /// An interface to make.
 pub(crate) struct Interface<'a> {
-    pub name: String,
+    pub name: &'a str,
     pub mac: [u8; 6],
     pub mtu: u32,
     pub ips: &'a [IpNet],
@@ -208,12 +208,13 @@ fn add_rule(ip: &IpNet, table: u32) -> io::Result<()> {
     netlink(libc::RTM_NEWRULE, 0x400 | 0x200, &m)
 }
 
-/// Sets up lo and the interfaces in the current network namespace. Returns the descriptors that carry the interfaces'
-/// frames, and one more that keeps the namespace in existence.
+/// Sets up lo and the interfaces in the current network namespace. `default_route`: packets to all addresses leave by
+/// the first one. Returns the descriptors that carry the interfaces' frames, and one more that keeps the namespace in
+/// existence.
 ///
 /// # Errors
 /// A step fails.
-pub(crate) fn set_up(interfaces: &[Interface<'_>]) -> io::Result<Vec<OwnedFd>> {
+pub(crate) fn set_up(interfaces: &[Interface<'_>], default_route: bool) -> io::Result<Vec<OwnedFd>> {
     let ctl = control()?;
     up(&ctl, "lo")?;
     if interfaces.len() > 1 {
@@ -225,7 +226,7 @@ pub(crate) fn set_up(interfaces: &[Interface<'_>]) -> io::Result<Vec<OwnedFd>> {
     }
     let mut made = Vec::new();
     for (number, interface) in interfaces.iter().enumerate() {
-        made.push(add_interface(&ctl, number, interface)?);
+        made.push(add_interface(&ctl, number, interface, number > 0 || default_route)?);
     }
     made.push(ctl);
     Ok(made)
@@ -234,7 +235,8 @@ pub(crate) fn set_up(interfaces: &[Interface<'_>]) -> io::Result<Vec<OwnedFd>> {
 fn add_interface(
     ctl: &OwnedFd,
     number: usize,
-    Interface { name, mac, mtu, ips }: &Interface<'_>,
+    &Interface { name, mac, mtu, ips }: &Interface<'_>,
+    default_route: bool,
 ) -> io::Result<OwnedFd> {
     let fd = tap(name).or_else(|tap_error| {
         veth(ctl, name, &format!("uplink{number}")).map_err(|e| {
@@ -248,18 +250,18 @@ fn add_interface(
     r.ifr_ifru.ifru_hwaddr.sa_family = libc::ARPHRD_ETHER;
     // SAFETY: the union's member for a hardware address was just begun to be filled.
     unsafe {
-        for (d, s) in r.ifr_ifru.ifru_hwaddr.sa_data.iter_mut().zip(mac) {
+        for (d, s) in r.ifr_ifru.ifru_hwaddr.sa_data.iter_mut().zip(&mac) {
             *d = *s as libc::c_char;
         }
     }
     ioctl(ctl, libc::SIOCSIFHWADDR, &mut r, "setting the MAC")?;
-    set_mtu(ctl, name, *mtu)?;
+    set_mtu(ctl, name, mtu)?;
     // The virtual layer assigns addresses, so there are no duplicates to detect.
     let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/accept_dad"), "0");
     up(ctl, name)?;
     let link = index(ctl, name)?;
     let table = table(number);
-    for ip in *ips {
+    for ip in ips {
         let of = |e: io::Error| io::Error::new(e.kind(), format!("address {ip}: {e}"));
         add_address(ip, link).map_err(of)?;
         if number > 0 {
@@ -267,7 +269,7 @@ fn add_interface(
         }
     }
     for family in [libc::AF_INET as u8, libc::AF_INET6 as u8] {
-        if ips.iter().any(|ip| octets(ip).0 == family) {
+        if default_route && ips.iter().any(|ip| octets(ip).0 == family) {
             add_default_route(family, link, table)
                 .map_err(|e| io::Error::new(e.kind(), format!("default route: {e}")))?;
         }

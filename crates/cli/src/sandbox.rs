@@ -25,7 +25,8 @@ use crate::errors::{self, context};
 use crate::home::{Home, Show};
 use crate::idmap::{Ids, Namespaces};
 use crate::mounts::{self, Built, LIBRARIES, Plan};
-use crate::sysfs::{self, Device, Net};
+use crate::net::Interface;
+use crate::sysfs::{self, Device, Live, Net};
 use crate::workdir::Working;
 use crate::{confine, loader, process};
 
@@ -128,7 +129,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
     let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
-    match sysfs::set_up(sandbox.dir, sandbox.devices, net) {
+    match sysfs::set_up(Path::new(sysfs::SYS), sandbox.dir, sandbox.devices, net, Live::make(sandbox.devices)) {
         // From here on the outside serves the files, which the steps below may touch.
         Ok(files) if !files.is_empty() => {
             let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
@@ -163,14 +164,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     // it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     let network = match sandbox.own_net {
-        true => {
-            let mut all = Vec::new();
-            for d in sandbox.devices {
-                let (name, mac) = (d.interface(), parse_mac(&d.info.mac)?.0);
-                all.push(crate::net::Interface { name, mac, mtu: d.info.mtu, ips: &d.info.ips });
-            }
-            crate::net::set_up(&all)?
-        }
+        true => crate::net::set_up(&interfaces(sandbox.devices)?, true)?,
         false => Vec::new(),
     };
     let passed: Vec<_> = network.iter().map(AsFd::as_fd).collect();
@@ -203,8 +197,14 @@ fn enter_network(network: &OwnedFd) -> io::Result<Net> {
     Ok(Net::OwnUnseen)
 }
 
-fn parse_mac(text: &str) -> io::Result<Mac> {
-    text.parse().map_err(|_| io::Error::other(format!("the virtual layer gave the MAC `{text}`")))
+/// The network interfaces of devices.
+pub(crate) fn interfaces<'a>(devices: &[Device<'a>]) -> io::Result<Vec<Interface<'a>>> {
+    let of = |Device { info, interface, .. }: &Device<'a>| {
+        let mac: Result<Mac, _> = info.mac.parse();
+        let mac = mac.map_err(|_| io::Error::other(format!("the virtual layer gave the MAC `{}`", info.mac)))?;
+        Ok(Interface { name: interface, mac: mac.0, mtu: info.mtu, ips: &info.ips })
+    };
+    devices.iter().map(of).collect()
 }
 
 /// Goes to the working directory or, if the container does not have it, to the home directory or `/`. Returns the

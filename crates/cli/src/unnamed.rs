@@ -37,7 +37,7 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
     let limit = Instant::now() + PATIENCE;
     let (client, info) = loop {
         let mut client = connect(dir, limit)?;
-        match vrnics::ask(&mut client, &Request::VrnicTake { new, name: None }) {
+        match vrnics::ask(&mut client, &Request::VrnicTake { new, name: None, group: None }) {
             Ok(info) => break (client, info),
             // It has ended with its last vRNIC at this moment.
             Err(e) if has_ended(&e) && Instant::now() < limit => std::thread::sleep(PAUSE),
@@ -67,7 +67,9 @@ pub(crate) fn with_addresses(v: &VrnicInfo) -> String {
 /// One line, as [`take`].
 pub(crate) fn start(dir: &Path, names: &[String]) -> io::Result<(Client, Vec<VrnicInfo>)> {
     let mut client = connect(dir, Instant::now() + PATIENCE)?;
-    let make = |name: &String| vrnics::ask(&mut client, &Request::VrnicTake { new: true, name: Some(name.clone()) });
+    let make = |name: &String| {
+        vrnics::ask(&mut client, &Request::VrnicTake { new: true, name: Some(name.clone()), group: None })
+    };
     let vrnics = names.iter().map(make).collect::<io::Result<_>>()?;
     Ok((client, vrnics))
 }

@@ -22,7 +22,7 @@ use unirdma_supervisor::served_by;
 use crate::errors::{self, context};
 use crate::process::{self, Foreground};
 use crate::sandbox::{GO, READY};
-use crate::sysfs::{self, Device, Net};
+use crate::sysfs::{self, Device, Live, Net};
 use crate::{container, idmap, loader, mounts, sandbox, unnamed};
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -102,7 +102,7 @@ pub(crate) fn with(args: &WithArgs) -> io::Result<u8> {
     let foreground = Foreground::now();
     let start = Start {
         command: &args.command,
-        device: Device { info: &vrnics[0], name: "unirdma0", number: 0 },
+        device: Device { info: &vrnics[0], name: "unirdma0", number: 0, interface: "" },
         dir: &dir,
         staging: &staging,
         libraries: &libraries,
@@ -230,7 +230,7 @@ fn add_device(device: Device<'_>, staging: &Path, libraries: &Path) -> (bool, Ve
     if let Err(e) = mounts::add_to_dev(staging, Path::new("infiniband/uverbs0")) {
         told("/dev/infiniband/uverbs0 is missing", &e);
     }
-    let files = sysfs::set_up(staging, &[device], Net::Host)
+    let files = sysfs::set_up(Path::new(sysfs::SYS), staging, &[device], Net::Host, Live::make(&[device]))
         .inspect_err(|e| told("programs that look for devices in /sys will find none", e));
     (preloads.is_ok(), files.unwrap_or_default())
 }

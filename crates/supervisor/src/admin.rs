@@ -25,11 +25,13 @@ pub use crate::network::{Hidden, RulesInfo, WireInfo};
 pub enum Request {
     VrnicAdd(AddVrnic),
     /// Gives the connection a vRNIC of the default group until it is closed: one that nothing uses or, if there is none
-    /// or with `new`, one that is made for it and removed with it. `name`: the name of a new one.
+    /// or with `new`, one that is made for it and removed with it. `name`, `group`: of a new one.
     VrnicTake {
         new: bool,
         #[serde(default)]
         name: Option<String>,
+        #[serde(default)]
+        group: Option<String>,
     },
     VrnicList,
     VrnicShow {

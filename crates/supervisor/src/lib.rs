@@ -13,6 +13,7 @@
 #![cfg_attr(not(feature = "fleet"), allow(dead_code))]
 
 pub mod admin;
+pub mod cdi;
 #[cfg(feature = "fleet")]
 mod centre;
 mod centre_config;
@@ -62,6 +63,8 @@ pub struct HostConfig {
     pub metrics: Option<MetricsConfig>,
     /// The pool of VFs of this host's real RNICs; `None`: there is none.
     pub vfs: Option<unirdma_vf::Config>,
+    /// The files that offer vRNICs and groups to container engines; `None`: none.
+    pub cdi: Option<cdi::Cdi>,
     /// It ends with its last vRNIC, or after half a minute without one.
     pub ends_unused: bool,
 }

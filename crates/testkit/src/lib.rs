@@ -89,6 +89,7 @@ impl TestHost {
             user: None,
             metrics: None,
             vfs: None,
+            cdi: None,
             ends_unused: false,
         };
         let s = stop.clone();

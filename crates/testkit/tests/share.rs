@@ -28,6 +28,7 @@ fn host(dir: &str) -> ! {
         user: None,
         metrics: None,
         vfs: None,
+        cdi: None,
         ends_unused: false,
         centre: None,
     };

@@ -15,6 +15,7 @@ mod captures;
 mod changes;
 mod connecting;
 mod documents;
+mod engines;
 mod etcd;
 mod fleet;
 mod guest;
@@ -86,6 +87,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
     ("sysfs", sysfs::tests),
+    ("engines", engines::tests),
     ("podman", podman::tests),
     ("documents", documents::tests),
     ("etcd", etcd::tests),

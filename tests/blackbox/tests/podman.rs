@@ -1,15 +1,30 @@
-//! Containers of podman that get their vRNIC by the command line of `docs/user/podman.md`, connected with each other.
-//! The image has a few of Debian's programs and their libraries, copied from this machine, so nothing is downloaded.
+//! Containers of podman that get their vRNIC by the mounts of `docs/user/podman.md`, connected with each other. The
+//! image has a few of Debian's programs and their libraries, copied from this machine, so nothing is downloaded.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::support::*;
 
-const IMAGE: &str = "unirdma-test";
+pub(crate) const IMAGE: &str = "unirdma-test";
 
 /// Programs of the image.
-const PROGRAMS: &[&str] = &["ib_write_bw", "ibv_devinfo", "ibv_rc_pingpong", "rping", "ucx_perftest"];
+const PROGRAMS: &[&str] = &[
+    "ib_write_bw",
+    "ibv_devinfo",
+    "ibv_rc_pingpong",
+    "rping",
+    "ucx_perftest",
+    "sh",
+    "cat",
+    "grep",
+    "ls",
+    "ip",
+    "sleep",
+    "touch",
+    "id",
+    "stat",
+];
 
 /// Servers and clients that run against each other in two containers, and an option of `podman run`. `ADDR` is the
 /// server's address in podman's network.
@@ -31,36 +46,54 @@ fn title(server: &str) -> String {
 /// The page with the command line for podman.
 const PAGE: &str = "docs/user/podman.md";
 
-/// The command line that users are told to type.
-fn documented_command() -> Result<String> {
+/// The command line that users are told to type, which begins with this.
+pub(crate) fn documented_command(begin: &str) -> Result<String> {
     let page = std::fs::read_to_string(harness::root().join(PAGE)).map_err(failed(PAGE))?;
-    let block = page.split("```").find_map(|b| b.strip_prefix("text\n").filter(|b| b.starts_with("podman run ")));
-    block.map(String::from).ok_or_else(|| "docs/user/podman.md has no command line for podman".into())
+    let block = page.split("```").find_map(|b| b.strip_prefix("text\n").filter(|b| b.starts_with(begin)));
+    block.map(String::from).ok_or_else(|| format!("{PAGE} has no command line that begins with `{begin}`"))
 }
 
 /// podman with its own store, configuration and network namespace, in which it makes its usual network. Dropping this
 /// value removes them.
-struct Podman {
-    lab: Lab,
+pub(crate) struct Podman {
+    pub lab: Lab,
     dir: PathBuf,
     netns: String,
+    /// A process whose mount namespace it has, and in which it finds devices (CDI) in a directory of the test's.
+    mounts: Option<Running>,
     /// The documented command line.
     command: String,
 }
 
 impl Podman {
-    fn start() -> Result<Podman> {
-        let lab = abc()?;
+    pub(crate) fn start(lab: Lab, command: String, devices: Option<PathBuf>) -> Result<Podman> {
         let dir = lab.dir.join("podman");
         let netns = format!("ur{}-podman", std::process::id());
-        let podman = Podman { lab, dir, netns, command: documented_command()? };
+        let mut podman = Podman { lab, dir, netns, mounts: None, command };
         std::fs::create_dir(&podman.dir).map_err(failed("podman"))?;
         podman.configure().map_err(failed("podman"))?;
         harness::ip(&format!("netns add {}", podman.netns))?;
         harness::ip(&format!("-n {} link set lo up", podman.netns))?;
-        let archive = podman.archive()?;
-        require_success(podman.podman().arg("import").arg(archive).arg(IMAGE))?;
+        if let Some(devices) = devices {
+            let at = "/run/cdi";
+            let script =
+                format!("mkdir -p {at} && mount --bind {} {at} && echo ready && exec sleep 1h", devices.display());
+            let mut c = Command::new("unshare");
+            c.args(["--mount", "sh", "-c", &script]);
+            let mounts = Running::start(c, &podman.lab.dir.join("mounts.log"))?;
+            wait_for(&mounts, "ready")?;
+            podman.mounts = Some(mounts);
+        }
+        let root = podman.image()?;
+        podman.import(&root, IMAGE)?;
         Ok(podman)
+    }
+
+    /// Makes an image of a directory.
+    pub(crate) fn import(&self, root: &Path, name: &str) -> Check {
+        let archive = self.dir.join("image.tar");
+        require_success(Command::new("tar").arg("-C").arg(root).arg("-cf").arg(&archive).arg("."))?;
+        require_success(self.podman().arg("import").arg(archive).arg(name))
     }
 
     /// Writes a podman configuration that works on any machine: also without systemd, with control groups of both
@@ -79,19 +112,26 @@ impl Podman {
     /// A command in podman's network namespace.
     fn command(&self, program: &str) -> Command {
         let mut c = Command::new("nsenter");
-        c.arg(format!("--net=/run/netns/{}", self.netns)).arg(program).stdin(Stdio::null());
+        c.arg(format!("--net=/run/netns/{}", self.netns)).stdin(Stdio::null());
+        if let Some(mounts) = &self.mounts {
+            c.arg(format!("--mount=/proc/{}/ns/mnt", mounts.pid()));
+        }
+        c.arg(program);
         c.env("CONTAINERS_CONF", self.dir.join("containers.conf"));
         c.env("CONTAINERS_STORAGE_CONF", self.dir.join("storage.conf"));
         c
     }
 
-    fn podman(&self) -> Command {
+    pub(crate) fn podman(&self) -> Command {
         self.command("podman")
     }
 
-    /// An archive of the image's files, which lie where Debian has them.
-    fn archive(&self) -> Result<PathBuf> {
+    /// A directory with the image's files, which lie where Debian has them.
+    pub(crate) fn image(&self) -> Result<PathBuf> {
         let root = self.dir.join("image");
+        if root.exists() {
+            return Ok(root);
+        }
         for d in ["bin", "lib", "lib64"] {
             std::fs::create_dir_all(root.join("usr").join(d)).map_err(failed(d))?;
             std::os::unix::fs::symlink(format!("usr/{d}"), root.join(d)).map_err(failed(d))?;
@@ -110,9 +150,7 @@ impl Podman {
             let to = root.join(parent.strip_prefix("/").unwrap_or(&parent));
             std::fs::create_dir_all(&to).and_then(|()| std::fs::copy(f, to.join(file))).map_err(failed(&name))?;
         }
-        let archive = self.dir.join("image.tar");
-        require_success(Command::new("tar").arg("-C").arg(&root).arg("-cf").arg(&archive).arg("."))?;
-        Ok(archive)
+        Ok(root)
     }
 
     fn library(&self) -> PathBuf {
@@ -212,7 +250,7 @@ fn replaced(line: &str, from: &str, to: &str) -> Result<String> {
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN, packages::CONNECTING, packages::PODMAN]);
     t.need_root("its containers in a network of their own need root");
-    let podman = &Shared::new(Podman::start);
+    let podman = &Shared::new(|| Podman::start(abc()?, documented_command("podman run -v ")?, None));
     t.on(podman, DEVINFO, |podman| {
         // The image alone has Debian's library, which finds nothing.
         let o = podman.podman().args(["run", "--rm", IMAGE, "ibv_devinfo"]).output().map_err(failed("podman"))?;

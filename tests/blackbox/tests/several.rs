@@ -98,7 +98,7 @@ pub(crate) fn tests(t: &mut Tests) {
         lab.vrnic("other", &["--group", "blue"])?;
         let long = "x".repeat(63);
         for (options, says) in [
-            (&["--vrnic", "a", "--vrnic", "a"][..], "--vrnic a is given twice"),
+            (&["--vrnic", "a", "--vrnic", "a"][..], "vRNIC a is given twice"),
             (
                 &["--vrnic", "a", "--vrnic", "other"],
                 "vRNIC a is of group default, and other of group blue: all vRNICs of a container are of one group",

@@ -42,7 +42,7 @@ pub(super) struct Interface {
 pub(super) type Files = BTreeMap<String, Entry>;
 
 /// The files of a device. `net`: its network interface, if it has one.
-pub(super) fn files(Device { info, name, number }: Device<'_>, net: Option<&Interface>) -> Files {
+pub(super) fn files(Device { info, name, number, .. }: Device<'_>, net: Option<&Interface>) -> Files {
     let mut all = Files::new();
     let mut put = |path: String, entry| {
         all.insert(path, entry);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     fn device<'a>(info: &'a VrnicInfo, name: &'a str) -> Device<'a> {
-        Device { info, name, number: 0 }
+        Device { info, name, number: 0, interface: "eth0" }
     }
 
     fn eth0(in_sys: bool) -> Interface {

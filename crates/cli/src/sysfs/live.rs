@@ -65,7 +65,7 @@ pub(super) fn mount() -> io::Result<(OwnedFd, OwnedFd)> {
 /// # Errors
 /// The kernel speaks no version of FUSE that we know, or no thread can be made.
 pub(super) fn serve(files: OwnedFd, dir: &Path, device: Device<'_>, net: Net) -> io::Result<()> {
-    let Device { info, name, number } = device;
+    let Device { info, name, number, interface } = device;
     let known = Known { info: info.clone(), asked: None, answered: Instant::now(), number: 0 };
     let figures = Arc::new(Figures { known: Mutex::new(known), wanted: Condvar::new(), came: Condvar::new() });
     let (asker, dir, vrnic) = (figures.clone(), dir.to_owned(), info.name.clone());
@@ -73,6 +73,7 @@ pub(super) fn serve(files: OwnedFd, dir: &Path, device: Device<'_>, net: Net) ->
     let mut shown = Shown {
         name: name.into(),
         device: number,
+        interface: interface.into(),
         net,
         number: 0,
         tree: BTreeMap::new(),
@@ -160,9 +161,10 @@ enum Node {
 
 /// The tree of names for the figures of an answer.
 struct Shown {
-    /// The device's name and number.
+    /// The device's name, number and interface.
     name: String,
     device: usize,
+    interface: String,
     net: Net,
     /// Number of the answer.
     number: u64,
@@ -175,8 +177,8 @@ struct Shown {
 
 impl Shown {
     fn show(&mut self, info: &VrnicInfo, number: u64) {
-        let net = interface(info, self.device, self.net);
-        let device = Device { info, name: &self.name, number: self.device };
+        let net = interface(info, &self.interface, self.net);
+        let device = Device { info, name: &self.name, number: self.device, interface: &self.interface };
         let files = device_files::files(device, net.as_ref());
         self.number = number;
         self.tree = BTreeMap::from([(String::new(), Node::Directory)]);

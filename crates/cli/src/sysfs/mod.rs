@@ -20,9 +20,12 @@ use device_files::{Entry, Files, Interface};
 
 /// Directories of /sys with mounts of other file systems, such as cgroups. They are the same for all networks.
 const CARRIED: [&str; 3] = ["/sys/fs", "/sys/kernel", "/sys/firmware"];
+/// Where /sys is.
+pub(crate) const SYS: &str = "/sys";
 /// The directory of network interfaces.
 const NETS: &str = "/sys/class/net";
-const VIRTUAL: &str = "/sys/devices/virtual";
+const CLASS: &str = "class";
+const VIRTUAL: &str = "devices/virtual";
 const HARMLESS: MountAttrFlags =
     MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV).union(MountAttrFlags::MOUNT_ATTR_NOEXEC);
 
@@ -69,29 +72,46 @@ pub(crate) struct Device<'a> {
     pub name: &'a str,
     /// Its number among the container's devices.
     pub number: usize,
+    /// The name of its network interface, where the container has its own network.
+    pub interface: &'a str,
 }
 
-impl Device<'_> {
-    /// The name of its network interface, where the container has its own.
-    pub fn interface(&self) -> String {
-        interface_name(self.number)
+/// File systems whose files have present figures, one for each device. They are not attached yet.
+pub(crate) struct Live(Vec<(OwnedFd, OwnedFd)>);
+
+impl Live {
+    /// Makes them, or none with a line that says why.
+    pub fn make(devices: &[Device<'_>]) -> Live {
+        let made: io::Result<_> = devices.iter().map(|_| live::mount()).collect();
+        Live(made.unwrap_or_else(|e| {
+            let e = errors::plain(&e.to_string());
+            eprintln!("unirdma: counters and GIDs in /sys/class/infiniband stay as they are now: {e}");
+            Vec::new()
+        }))
     }
 }
 
-fn interface_name(number: usize) -> String {
-    format!("eth{number}")
-}
+/// Directories of /sys that [`set_up`] replaces.
+pub(crate) const CHANGED: [&str; 2] = [CLASS, VIRTUAL];
 
-/// Puts the devices into the /sys of this mount namespace. `staging`: a directory on which something else is mounted
-/// later. Returns a descriptor for [`serve`] for each device, or none if the files keep their present texts. Until they
-/// are served, a process that looks into a device's directory waits.
+/// Puts the devices into the /sys of this mount namespace, which is at `sys`. `staging`: a directory on which something
+/// else is mounted later. Returns a descriptor for [`serve`] for each device, or none if the files keep their present
+/// texts. Until they are served, a process that looks into a device's directory waits.
 ///
 /// # Errors
 /// A mount fails.
-pub(crate) fn set_up(staging: &Path, devices: &[Device<'_>], net: Net) -> io::Result<Vec<OwnedFd>> {
+pub(crate) fn set_up(
+    sys: &Path,
+    staging: &Path,
+    devices: &[Device<'_>],
+    net: Net,
+    live: Live,
+) -> io::Result<Vec<OwnedFd>> {
     mounts::staged(staging, || {
-        class(&staging.join("class"), devices)?;
-        make(&staging.join("virtual"), devices, net)
+        let new = staging.join("class");
+        class(&new, devices)?;
+        mounts::replace(&sys.join(CLASS), &new)?;
+        make(&sys.join(VIRTUAL), &staging.join("virtual"), devices, net, live.0)
     })
 }
 
@@ -116,34 +136,33 @@ fn class(class: &Path, devices: &[Device<'_>]) -> io::Result<()> {
         let verbs = format!("infiniband_verbs/uverbs{number}");
         link(&verbs, class.join(&verbs))?;
     }
-    fs::write(class.join("infiniband_verbs/abi_version"), "6\n")?;
-    mounts::replace(Path::new("/sys/class"), class)
+    fs::write(class.join("infiniband_verbs/abi_version"), "6\n")
 }
 
-/// Makes the devices in `/sys/devices/virtual`. `dir`: an empty directory for what is there.
-fn make(dir: &Path, devices: &[Device<'_>], net: Net) -> io::Result<Vec<OwnedFd>> {
-    let live: io::Result<Vec<_>> = devices.iter().map(|_| live::mount()).collect();
-    if let Err(e) = &live {
-        let e = errors::plain(&e.to_string());
-        eprintln!("unirdma: counters and GIDs in /sys/class/infiniband stay as they are now: {e}");
-    }
+/// Makes the devices in `virtuals`, the directory /sys/devices/virtual. `dir`: an empty directory for what is there.
+fn make(
+    virtuals: &Path,
+    dir: &Path,
+    devices: &[Device<'_>],
+    net: Net,
+    live: Vec<(OwnedFd, OwnedFd)>,
+) -> io::Result<Vec<OwnedFd>> {
     let of_device = |device: &Device<'_>| Path::new("infiniband").join(device.name);
     for device in devices {
         let place = dir.join(of_device(device));
-        match &live {
-            Ok(_) => fs::create_dir_all(&place)?,
-            Err(_) => {
-                let interface = interface(device.info, device.number, net);
-                write(&place, &device_files::files(*device, interface.as_ref()))?;
-            }
+        if live.is_empty() {
+            let interface = interface(device.info, device.interface, net);
+            write(&place, &device_files::files(*device, interface.as_ref()))?;
+        } else {
+            fs::create_dir_all(&place)?;
         }
         write(&dir.join(format!("infiniband_verbs/uverbs{}", device.number)), &device_files::verbs_files(*device))?;
     }
     // No overlay, which would read files with the rights of its maker.
-    mounts::replace(Path::new(VIRTUAL), dir)?;
+    mounts::replace(virtuals, dir)?;
     let mut served = Vec::new();
-    for (device, (mount, files)) in devices.iter().zip(live.unwrap_or_default()) {
-        mounts::attach(&mount, &Path::new(VIRTUAL).join(of_device(device)))?;
+    for (device, (mount, files)) in devices.iter().zip(live) {
+        mounts::attach(&mount, &virtuals.join(of_device(device)))?;
         served.push(files);
     }
     Ok(served)
@@ -164,9 +183,9 @@ fn write(dir: &Path, files: &Files) -> io::Result<()> {
 }
 
 /// The network interface of the device. All GIDs belong to one interface, as with a real device.
-fn interface(info: &VrnicInfo, number: usize, net: Net) -> Option<Interface> {
+fn interface(info: &VrnicInfo, own: &str, net: Net) -> Option<Interface> {
     match net {
-        Net::Own | Net::OwnUnseen => Some(Interface { name: interface_name(number), in_sys: net == Net::Own }),
+        Net::Own | Net::OwnUnseen => Some(Interface { name: own.into(), in_sys: net == Net::Own }),
         Net::Host => {
             let addresses = info.gids.iter().filter_map(|gid| gid.parse().ok());
             addresses.into_iter().find_map(interface_of).map(|name| {

@@ -174,6 +174,7 @@ impl TestHost {
             engine: EngineConfig::default(),
             metrics: None,
             vfs: None,
+            cdi: None,
             ends_unused: false,
             wire: Some(WireConfig::new(vec![address.into()], None)),
             centre: Some(CentreConfig {

@@ -26,7 +26,7 @@ impl Supervisor {
         }
         match request {
             Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true, None),
-            Request::VrnicTake { new, name } => self.take(id, new, name),
+            Request::VrnicTake { new, name, group } => self.take(id, new, name, group),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
             Request::VrnicShow { name } => self.show(&name, true),
             Request::VrnicFigures { name } => self.show(&name, false),
@@ -150,6 +150,7 @@ impl Supervisor {
             self.remove_group(name)?;
             return Err(e);
         }
+        self.offer(GROUP_CLASSES, name);
         Ok(Response::Done)
     }
 
@@ -226,6 +227,7 @@ impl Supervisor {
             names.busy.insert(name.into());
             group
         };
+        self.withdraw(GROUP_CLASSES, name);
         self.end_group(&group);
         self.forget_group(name);
         self.names().busy.remove(name);
@@ -273,6 +275,10 @@ impl Supervisor {
         }
         made?;
         self.set_owners();
+        // One that is for a connection is not for others.
+        if taken.is_none() {
+            self.offer(VRNIC_CLASSES, &add.name);
+        }
         self.show(&add.name, false)
     }
 
@@ -352,6 +358,7 @@ impl Supervisor {
         let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
         drop(inner);
         self.names().vrnics.remove(name);
+        self.withdraw(VRNIC_CLASSES, name);
         self.set_owners();
         Ok(Response::Done)
     }

@@ -44,6 +44,7 @@ use unirdma_ipc::message::{Begin, Call, Event, MAX_NOTICE};
 use unirdma_ipc::vrnic::{Hardware, IpNet};
 
 use crate::admin::{self, Response};
+use crate::cdi::{Cdi, Class};
 use crate::fdstore::Keeper;
 use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
@@ -79,6 +80,10 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Programs of a vRNIC that may wait to be accepted for a lease.
 const LEASE_BACKLOG: i32 = 128;
 
+/// Classes of devices that a vRNIC and a group are for container engines.
+const VRNIC_CLASSES: &[Class] = &[Class::Vrnic, Class::VrnicPreload];
+const GROUP_CLASSES: &[Class] = &[Class::Group];
+
 /// State of all groups: names, numbers and addresses.
 struct Registry {
     groups: BTreeMap<String, Arc<Group>>,
@@ -100,6 +105,7 @@ struct VrnicEntry {
 pub(crate) struct Supervisor {
     dir: PathBuf,
     engine: EngineConfig,
+    cdi: Option<Cdi>,
     around: Arc<SupervisorShared>,
     /// The supervisor's confinement.
     in_force: InForce,
@@ -173,6 +179,7 @@ impl Supervisor {
             forced_removals: Mutex::default(),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
+            cdi: config.cdi.clone(),
             names: Mutex::new(Registry {
                 groups: BTreeMap::new(),
                 busy: BTreeSet::new(),
@@ -213,7 +220,31 @@ impl Supervisor {
         if !self.names().groups.contains_key(DEFAULT_GROUP) {
             self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT)?;
         }
+        self.offer_all()
+    }
+
+    /// Offers all vRNICs and groups to container engines.
+    fn offer_all(&self) -> io::Result<()> {
+        let Some(cdi) = &self.cdi else { return Ok(()) };
+        cdi.begin()?;
+        let names = self.names();
+        names.vrnics.keys().for_each(|name| self.offer(VRNIC_CLASSES, name));
+        names.groups.keys().for_each(|name| self.offer(GROUP_CLASSES, name));
         Ok(())
+    }
+
+    /// Offers a vRNIC or a group to container engines.
+    fn offer(&self, classes: &[Class], name: &str) {
+        if let Some(cdi) = &self.cdi {
+            cdi.put(&self.dir, classes, name);
+        }
+    }
+
+    /// Offers it no more.
+    fn withdraw(&self, classes: &[Class], name: &str) {
+        if let Some(cdi) = &self.cdi {
+            cdi.remove(classes, name);
+        }
     }
 
     fn names(&self) -> MutexGuard<'_, Registry> {
@@ -391,6 +422,9 @@ impl Supervisor {
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        if let Some(cdi) = &self.cdi {
+            let _ = cdi.clear();
+        }
         if let Some(pool) = &self.vfs {
             pool.stop();
         }

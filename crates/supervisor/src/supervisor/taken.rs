@@ -13,13 +13,15 @@ const FIRST_VRNIC: Duration = Duration::from_secs(30);
 
 impl Supervisor {
     /// Gives a connection a vRNIC of the default group: with `new` one that is made for it, else one that is there and
-    /// that nothing uses, the first by name; if there is none, one that is made for it, with this name if it is given.
-    pub(super) fn take(&self, id: u64, new: bool, name: Option<String>) -> Reply {
+    /// that nothing uses, the first by name; if there is none, one that is made for it, with this name and in this
+    /// group if they are given.
+    pub(super) fn take(&self, id: u64, new: bool, name: Option<String>, group: Option<String>) -> Reply {
         let free = if new { None } else { self.take_free(id)? };
+        let group = group.as_deref().unwrap_or(DEFAULT_GROUP);
         let name = match (free, name) {
             (Some(free), _) => free,
-            (None, Some(name)) => self.make_for(id, &name).map(|()| name)?,
-            (None, None) => self.take_new(id)?,
+            (None, Some(name)) => self.make_for(id, &name, group).map(|()| name)?,
+            (None, None) => self.take_new(id, group)?,
         };
         self.show(&name, false)
     }
@@ -43,27 +45,27 @@ impl Supervisor {
         Ok(Some(name))
     }
 
-    fn take_new(&self, id: u64) -> Result<String, RequestError> {
+    fn take_new(&self, id: u64, group: &str) -> Result<String, RequestError> {
         loop {
             let name = {
                 let names = self.names();
                 let all = (1..).map(|n: u32| format!("{NAME}-{n}"));
                 all.into_iter().find(|n| !names.vrnics.contains_key(n)).unwrap_or_default()
             };
-            match self.make_for(id, &name) {
+            match self.make_for(id, &name, group) {
                 Err(RequestError::VrnicExists(_)) => {}
                 made => return made.map(|()| name),
             }
         }
     }
 
-    fn make_for(&self, id: u64, name: &str) -> Result<(), RequestError> {
+    fn make_for(&self, id: u64, name: &str, group: &str) -> Result<(), RequestError> {
         if let Some(url) = self.url_of_centre() {
             return Err(RequestError::TakenOfCentre { url });
         }
-        let add = AddVrnic { name: name.into(), ..AddVrnic::default() };
+        let add = AddVrnic { name: name.into(), group: Some(group.into()), ..AddVrnic::default() };
         // Held first, so that the end of the connection, which may come at once, releases it.
-        self.names().held.entry(id).or_default().insert(DEFAULT_GROUP.into());
+        self.names().held.entry(id).or_default().insert(group.into());
         self.add_vrnic_as(&add, None, true, Some(Taken { by: id, temporary: true })).map(drop)
     }
 
