@@ -1,6 +1,6 @@
-//! Devices that container engines may give to their containers: a file for each vRNIC and each group in a directory of the
-//! Container Device Interface (CDI 0.5.0, github.com/cncf-tags/container-device-interface, SPEC.md). The engine runs
-//! `unirdma cdi hook` when it makes a container that asks for one of these devices.
+//! Devices that container engines may give to their containers: a file for each vRNIC and each group in a directory of
+//! the Container Device Interface (CDI 0.5.0, github.com/cncf-tags/container-device-interface, SPEC.md). The engine
+//! runs `unirdma cdi hook` when it makes a container that asks for one of these devices.
 
 use std::io;
 use std::path::{Path, PathBuf};
