@@ -10,7 +10,7 @@ mod test;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use harness::{Result, cleanup, cluster, conformance, package, tcp, vm};
+use harness::{Result, book, cleanup, cluster, conformance, package, tcp, vm};
 
 /// Commands of the uniRDMA project.
 #[derive(Parser)]
@@ -85,6 +85,8 @@ enum Command {
     /// Look at the control centre's web page in Chromium, with a fleet whose hosts report traffic, and keep pictures of
     /// it
     Page,
+    /// Make a book of the documents, in target/book, and check its links
+    Book,
     /// Build a package of the product, in target/package
     #[command(after_help = "Example:\n  cargo xtask package wheel && pip install target/package/unirdma-*.whl")]
     Package {
@@ -156,6 +158,10 @@ fn run(command: Command) -> Result<()> {
             test::guests(kernel.as_deref(), only.as_deref(), rounds)
         }
         Command::Vm { kernel, command, .. } => vm::command(kernel.as_deref(), &command.join(" ")),
+        Command::Book => {
+            println!("{}", book::make()?.display());
+            Ok(())
+        }
         Command::Package { what: Package::Wheel } => {
             println!("{}", package::wheel()?.display());
             Ok(())

@@ -1,4 +1,5 @@
-//! The commands that README.md and `docs/user` tell users to type: all ```sh blocks of a page run, in order.
+//! The commands that README.md and `docs/user` tell users to type: all ```sh blocks of a page run, in order; and the
+//! documents as a book.
 
 use std::process::Command;
 
@@ -55,6 +56,7 @@ fn run_page(name: &str, script: &str) -> Check {
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN]);
     t.need_root("namespaces need root");
+    t.test("documents: they are a book, whose links lead somewhere", || harness::book::make().map(drop));
     let root = harness::root();
     let mut pages: Vec<_> =
         std::fs::read_dir(root.join("docs/user")).into_iter().flatten().flatten().map(|e| e.path()).collect();

@@ -3,6 +3,7 @@
 //!
 //! It uses the built programs as a user would, and depends on no crate of the product.
 
+pub mod book;
 mod checks;
 pub mod cleanup;
 pub mod cluster;
