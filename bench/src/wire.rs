@@ -231,7 +231,7 @@ pub(super) const PARTS: [&str; 4] = ["veth", "icrc", "guest", "secret"];
 
 pub(super) fn wire(json: bool, only: &[String]) -> Result<()> {
     let wanted = |part: &str| only.is_empty() || only.iter().any(|o| o == part);
-    packages::ensure(&[packages::RUN, packages::PYVERBS, packages::GUESTS])?;
+    packages::ensure(&[packages::RUN, packages::PYVERBS, packages::RELEASES, packages::GUESTS])?;
     eprintln!("building");
     harness::build()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -54,7 +54,7 @@ fn run_page(name: &str, script: &str) -> Check {
 }
 
 pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN]);
+    t.topic(&[packages::RUN, packages::RELEASES]);
     t.need_root("namespaces need root");
     t.test("documents: they are a book, whose links lead somewhere", || harness::book::make().map(drop));
     let root = harness::root();

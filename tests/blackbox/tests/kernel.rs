@@ -45,7 +45,14 @@ fn both_ways(g: &Rxe, programs: usize) -> Check {
 }
 
 pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
+    t.topic(&[
+        packages::RUN,
+        packages::CONNECTING,
+        packages::PYVERBS,
+        packages::RELEASES,
+        packages::NETWORK,
+        packages::GUESTS,
+    ]);
     t.need_root("network namespaces need root");
     let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
     let mut connecting = CONNECTING[..8].to_vec();

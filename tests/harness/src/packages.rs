@@ -46,9 +46,11 @@ pub const C_PROGRAMS: Needed = &[("/usr/include/rdma/rdma_cma.h", "librdmacm-dev
 /// Reads captured packets.
 pub const CAPTURE: Needed = &[("/usr/bin/tshark", "tshark")];
 
-/// Packages for rdma-core's own tests, and for root directories of other releases.
-pub const PYVERBS: Needed = &[
-    ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
+/// Packages for rdma-core's own tests.
+pub const PYVERBS: Needed = &[("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs")];
+
+/// Packages for programs and root directories of other releases.
+pub const RELEASES: Needed = &[
     ("/usr/bin/mmdebstrap", "mmdebstrap"),
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
 ];
@@ -91,8 +93,8 @@ pub const PACKAGE: Needed = &[
 
 /// All packages of the tests.
 pub const ALL: &[Needed] = &[
-    RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY, PAGE,
-    PACKAGE,
+    RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, RELEASES, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY,
+    PAGE, PACKAGE,
 ];
 
 /// Packages for looking at the control centre's page.

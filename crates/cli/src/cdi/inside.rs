@@ -11,6 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags, open};
+use rustix::process::DumpableBehavior;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use unirdma_abi::container::vrnic_dir;
 use unirdma_ipc::fdpass;
@@ -20,7 +21,7 @@ use crate::errors::{self, context};
 use crate::mounts::{self, LIBRARIES, REAL};
 use crate::sandbox::{self, READY};
 use crate::sysfs::{self, Device, Live, Net};
-use crate::{loader, net};
+use crate::{idmap, loader, net};
 
 /// Directories of images with further copies of libraries, which programs find by their own ways: an asterisk is any
 /// name.
@@ -37,6 +38,8 @@ pub(super) struct Plan<'a> {
     pub view: String,
     /// Its network namespace; `None`: the host's.
     pub network: Option<String>,
+    /// Its user namespace; `None`: the host's.
+    pub users: Option<String>,
     /// Its mount namespace.
     pub mounts: String,
     pub devices: &'a [Device<'a>],
@@ -51,6 +54,7 @@ impl Plan<'_> {
         sandbox::end_with_parent()?;
         let spaces = |path: &str| fs::File::open(path).map_err(context("cannot open the container's namespaces"));
         let (mounts, network) = (spaces(&self.mounts)?, self.network.as_deref().map(spaces).transpose()?);
+        let users = self.users.as_deref().map(spaces).transpose()?;
         let interfaces = match &network {
             Some(network) => {
                 enter(network, LinkNameSpaceType::Network)?;
@@ -73,6 +77,9 @@ impl Plan<'_> {
         let root = mounts::open_within(&view, self.root);
         let root = root.map_err(context(format!("cannot find the image at {}", self.root.display())))?;
         enter(&mounts, LinkNameSpaceType::Mount)?;
+        if let Some(users) = &users {
+            become_root_of(users)?;
+        }
         go_to(&root)?;
         image::check(needed)?;
         let covered = loader::NAMES.map(|name| (name, places(name)));
@@ -115,6 +122,17 @@ impl Plan<'_> {
         sysfs::CHANGED.iter().try_for_each(|at| mounts::set_read_only(&Path::new("/").join(at)))?;
         Ok(files)
     }
+}
+
+/// Becomes the root user of a container that has its own user namespace, whose files belong to that user.
+fn become_root_of(users: &fs::File) -> io::Result<()> {
+    // Root of that namespace may do anything to processes in it.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    idmap::leave_groups();
+    enter(users, LinkNameSpaceType::User)?;
+    idmap::become_first_user()?;
+    // A change of the user has cleared it.
+    sandbox::end_with_parent()
 }
 
 /// Makes a directory the root directory of this process.

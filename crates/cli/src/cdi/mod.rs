@@ -91,7 +91,8 @@ impl Kept {
         let (mut clients, vrnics): (Vec<_>, Vec<_>) = take(dir, &container.devices)?.into_iter().unzip();
         let of = |file: &str| format!("/proc/{}/{file}", container.pid);
         let inode = |file: &str| Ok::<_, io::Error>(std::fs::metadata(file)?.ino());
-        let own_net = inode(&of("ns/net"))? != inode("/proc/self/ns/net")?;
+        let own = |space: &str| Ok::<_, io::Error>(inode(&of(space))? != inode(&format!("/proc/self/{space}"))?);
+        let (own_net, own_users) = (own("ns/net")?, own("ns/user")?);
         let names = container::device_names("unirdma0", vrnics.len())?;
         let interfaces = free_interfaces(&std::fs::read_to_string(of("net/dev"))?, vrnics.len());
         let devices = container::devices(&vrnics, &names, &interfaces);
@@ -103,6 +104,7 @@ impl Kept {
                 root: &container.root,
                 view: of("root"),
                 network: own_net.then(|| of("ns/net")),
+                users: own_users.then(|| of("ns/user")),
                 mounts: of("ns/mnt"),
                 devices: &devices,
                 libraries: &libraries,

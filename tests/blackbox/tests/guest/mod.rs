@@ -263,7 +263,14 @@ fn parameter(name: &str) -> Option<u32> {
 }
 
 pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
+    t.topic(&[
+        packages::RUN,
+        packages::CONNECTING,
+        packages::PYVERBS,
+        packages::RELEASES,
+        packages::NETWORK,
+        packages::GUESTS,
+    ]);
     t.need_root("the network of guests needs root");
     // Which kernel, and how often guests restart and reload their drivers in each test.
     let kernel = std::env::var("BLACKBOX_KERNEL").ok();

@@ -19,7 +19,14 @@ use crate::support::*;
 const LONG: &str = "BLACKBOX_LONG";
 
 pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS]);
+    t.topic(&[
+        packages::RUN,
+        packages::CONNECTING,
+        packages::PYVERBS,
+        packages::RELEASES,
+        packages::NETWORK,
+        packages::GUESTS,
+    ]);
     t.need_root("programs for virtual machines are unpacked as root");
     facts::tests(t, &Shared::new(Vfs::start));
     let with_ours = &Shared::new(Vfs::start_without_vfs);

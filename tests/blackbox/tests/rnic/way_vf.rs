@@ -237,7 +237,7 @@ pub(super) fn tests(t: &mut Tests, vfs: &Shared<Vfs>) {
         let (hosted, alone) = costs(&layer)?;
         let (ours, theirs) = (calls_of(&hosted, 3)?, calls_of(&alone, 3)?);
         // The commands are the same, and may come as write(2) or as ioctl(2).
-        let same = ours.values().sum::<u64>() == theirs.values().sum();
+        let same = ours.values().sum::<u64>() == theirs.values().sum::<u64>();
         require(same, format!("1000 requests: {ours:?}, alone {theirs:?}"))
     });
     t.on_mut(vfs, "way vf: RDMA devices that only their own network namespace sees", |vfs| {

@@ -49,7 +49,14 @@ pub fn prepare() -> Result<()> {
     if crate::uid() != 0 {
         return Err("virtual machines with vRNICs need root, for their network".into());
     }
-    packages::ensure(&[packages::RUN, packages::CONNECTING, packages::PYVERBS, packages::NETWORK, packages::GUESTS])?;
+    packages::ensure(&[
+        packages::RUN,
+        packages::CONNECTING,
+        packages::PYVERBS,
+        packages::RELEASES,
+        packages::NETWORK,
+        packages::GUESTS,
+    ])?;
     crate::build()
 }
 
