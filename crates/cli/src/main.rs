@@ -614,7 +614,7 @@ fn show(dir: &std::path::Path, names: Vec<String>, vmm: &vmm_args::VmmArgs, memo
             return Err(io::Error::other("arguments of a virtual machine are those of one vRNIC: name it"));
         };
         let shown = vrnics::show(&mut client, name)?;
-        return print::line(&vmm.text(&shown, memory).unwrap_or_default()).map(|()| 0);
+        return print::line(&vmm.text(dir, &shown, memory).unwrap_or_default()).map(|()| 0);
     }
     // JSON of one that was named is an object, else it is a list.
     let one = names.len() == 1;

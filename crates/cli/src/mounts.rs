@@ -189,7 +189,9 @@ pub(crate) fn overlay(layers: [&Path; 2], path: &Path) -> io::Result<()> {
 pub(crate) fn staged<T>(staging: &Path, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, Some(c"mode=0755"))
         .map_err(context("cannot mount tmpfs"))?;
-    let made = make();
+    // Where mounts are shared, what is mounted in a copy of it would be unmounted with it.
+    let private = rustix::mount::mount_change(staging, MountPropagationFlags::PRIVATE);
+    let made = private.map_err(context("cannot mount tmpfs")).and_then(|()| make());
     let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
     gone.and(made)
 }

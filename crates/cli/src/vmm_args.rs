@@ -1,12 +1,13 @@
-//! Arguments or XML that start a virtual machine with a vRNIC, for common VMMs.
+//! Arguments or XML that start a virtual machine with a vRNIC, for common VMMs, and a container, for LXC.
 
 use std::path::Path;
 
 use unirdma_abi::{CONFIG_BYTES, VIRTIO_ID_RDMA, VQ_COMP_FIRST};
 use unirdma_ipc::vrnic::VrnicInfo;
+use unirdma_supervisor::cdi::Class;
 use unirdma_supervisor::{NET_SOCKET, VHOST_SOCKET};
 
-/// The VMM to print for.
+/// The VMM to print for, or LXC.
 #[derive(clap::Args)]
 #[group(multiple = false)]
 pub(crate) struct VmmArgs {
@@ -19,6 +20,9 @@ pub(crate) struct VmmArgs {
     /// Print Cloud Hypervisor's arguments for a virtual machine with it
     #[arg(long)]
     cloud_hypervisor: bool,
+    /// Print the lines for the configuration of an LXC container with it
+    #[arg(long)]
+    lxc: bool,
 }
 
 /// Number of queues: control, asynchronous events, wake, and a completion event queue for each of 8 processors. The
@@ -31,16 +35,18 @@ pub(crate) const DEVICE: &str = "vhost-user-test-device-pci";
 impl VmmArgs {
     /// Whether arguments of a virtual machine are asked for.
     pub fn is_asked(&self) -> bool {
-        self.qemu || self.libvirt || self.cloud_hypervisor
+        self.qemu || self.libvirt || self.cloud_hypervisor || self.lxc
     }
 
-    /// The text to print, if one is asked for. `memory`: size of the machine's memory.
-    pub fn text(&self, v: &VrnicInfo, memory: &str) -> Option<String> {
+    /// The text to print, if one is asked for. `dir`: the virtual layer's directory. `memory`: size of the machine's
+    /// memory.
+    pub fn text(&self, dir: &Path, v: &VrnicInfo, memory: &str) -> Option<String> {
         let (device, net) = sockets(v);
-        match (self.qemu, self.libvirt, self.cloud_hypervisor) {
-            (true, ..) => Some(lines(&qemu(v, memory, false))),
-            (_, true, _) => Some(libvirt(v, &device, &net)),
-            (.., true) => Some(cloud_hypervisor(v, memory, &device, &net).join("\n")),
+        match self {
+            VmmArgs { qemu: true, .. } => Some(lines(&qemu(v, memory, false))),
+            VmmArgs { libvirt: true, .. } => Some(libvirt(v, &device, &net)),
+            VmmArgs { cloud_hypervisor: true, .. } => Some(cloud_hypervisor(v, memory, &device, &net).join("\n")),
+            VmmArgs { lxc: true, .. } => Some(lxc(dir, &v.name)),
             _ => None,
         }
     }
@@ -112,6 +118,18 @@ fn cloud_hypervisor(v: &VrnicInfo, memory: &str, device: &str, net: &str) -> Vec
     ]
 }
 
+fn lxc(dir: &Path, name: &str) -> String {
+    let program = std::env::current_exe().unwrap_or_else(|_| "unirdma".into());
+    let device = format!("{}={name}", Class::Vrnic.kind());
+    // systemd in a container mounts a /run over what is in there, unless one is mounted.
+    format!(
+        "lxc.mount.entry = tmpfs run tmpfs rw,nosuid,nodev,mode=0755,create=dir 0 0\n\
+         lxc.hook.start-host = {} --dir {} cdi lxc {device}",
+        program.display(),
+        dir.display()
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,14 +137,18 @@ mod tests {
     #[test]
     fn each_vmm_gets_both_sockets_and_the_address() {
         let v = VrnicInfo { dir: "/run/x".into(), mac: "02:00:0a:00:00:01".into(), mtu: 1500, ..VrnicInfo::default() };
+        let (dir, lxc) = (Path::new("/run/unirdma"), false);
         let all = [(true, false, false), (false, true, false), (false, false, true)];
         for (qemu, libvirt, cloud_hypervisor) in all {
-            let text = VmmArgs { qemu, libvirt, cloud_hypervisor }.text(&v, "3G").unwrap();
+            let text = VmmArgs { qemu, libvirt, cloud_hypervisor, lxc }.text(dir, &v, "3G").unwrap();
             for part in ["/run/x/vhost.sock", "/run/x/net.sock", &v.mac, "1500"] {
                 assert!(text.contains(part), "{part} in {text}");
             }
             assert_eq!(text.contains("3G"), !libvirt);
         }
-        assert_eq!(VmmArgs { qemu: false, libvirt: false, cloud_hypervisor: false }.text(&v, "3G"), None);
+        let none = VmmArgs { qemu: false, libvirt: false, cloud_hypervisor: false, lxc };
+        assert_eq!(none.text(dir, &v, "3G"), None);
+        let lxc = VmmArgs { lxc: true, ..none }.text(dir, &v, "3G").unwrap();
+        assert!(lxc.contains("\nlxc.hook.start-host = /") && lxc.contains(" --dir /run/unirdma cdi lxc "), "{lxc}");
     }
 }

@@ -121,7 +121,7 @@ const CHANGES: &str = "for f in /run/unirdma/x /run/unirdma-lib/x /run/unirdma-l
     done; echo end";
 
 pub(crate) fn tests(t: &mut Tests) {
-    t.topic(&[packages::RUN, packages::CONNECTING, packages::PODMAN]);
+    t.topic(&[packages::RUN, packages::CONNECTING, packages::PODMAN, packages::LXC]);
     t.need_root("its containers in a network of their own need root");
     let engine = &Shared::new(Engine::start);
     t.on(engine, "engines: a container that names its vRNIC has all of it", |engine| {
@@ -269,6 +269,30 @@ pub(crate) fn tests(t: &mut Tests) {
         require(lab.unirdma(&["vrnic", "rm", "d"]).ok() && names() == before, format!("{:?}", names()))?;
         let o = engine.run("--device unirdma.io/vrnic=d", &["id"]);
         require(!o.ok() && o.text.contains("unirdma.io/vrnic=d"), o.text)
+    });
+    t.on(engine, "engines: a container of LXC has the vRNIC of its configuration", |engine| {
+        let lab = &engine.podman.lab;
+        let containers = lab.dir.join("lxc");
+        let (root, config) = (containers.join("c/rootfs"), containers.join("c/config"));
+        std::fs::create_dir_all(containers.join("c")).map_err(failed("lxc"))?;
+        let o = Output::of(Command::new("cp").arg("-a").arg(engine.podman.image()?).arg(&root));
+        require(o.ok(), o.text)?;
+        for dir in ["proc", "sys", "dev", "run"] {
+            std::fs::create_dir(root.join(dir)).map_err(failed(dir))?;
+        }
+        let lines = format!(
+            "lxc.rootfs.path = dir:{}\nlxc.uts.name = c\nlxc.net.0.type = empty\nlxc.console.path = none\nlxc.mount.auto = proc:mixed sys:mixed\n\
+             lxc.apparmor.profile = unconfined\n{}",
+            root.display(),
+            lab.unirdma(&["vrnic", "show", "a", "--lxc"]).text
+        );
+        std::fs::write(&config, lines).map_err(failed("config"))?;
+        let mut c = Command::new("lxc-start");
+        c.arg("-P").arg(&containers).args(["-n", "c", "-F", "-o"]).arg(containers.join("log")).args(["--", "sh", "-c", SHOWS]);
+        let o = Output::of(&mut c);
+        let log = std::fs::read_to_string(containers.join("log")).unwrap_or_default();
+        require(o.ok() && o.text.starts_with(SHOWN), format!("{}{log}", o.text))?;
+        engine.is_free("a")
     });
     t.test("engines: a hook that cannot do its work says why in a line", || {
         let lab = Lab::start(None)?;

@@ -76,6 +76,9 @@ pub const GUESTS: Needed = &[
 /// Programs that look at containers from inside and outside.
 pub const SANDBOX: Needed = &[("/usr/bin/gdb", "gdb"), ("/usr/bin/pgrep", "procps"), ("/usr/bin/script", "bsdutils")];
 
+/// Containers of LXC.
+pub const LXC: Needed = &[("/usr/bin/lxc-start", "lxc")];
+
 /// Containers of podman.
 pub const PODMAN: Needed = &[("/usr/bin/podman", "podman"), ("/usr/sbin/runc", "runc")];
 
@@ -93,8 +96,8 @@ pub const PACKAGE: Needed = &[
 
 /// All packages of the tests.
 pub const ALL: &[Needed] = &[
-    RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, RELEASES, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, MEMORY,
-    PAGE, PACKAGE,
+    RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, RELEASES, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, LXC,
+    MEMORY, PAGE, PACKAGE,
 ];
 
 /// Packages for looking at the control centre's page.

@@ -38,16 +38,30 @@ pub(crate) enum CdiCommand {
         #[arg(value_name = "DEVICE")]
         device: Asked,
     },
+    /// Give vRNICs to the LXC container whose first process is in LXC_PID, as its hook `start-host`
+    Lxc {
+        /// Devices, as for `hook`, with commas between them
+        #[arg(value_name = "DEVICE[,...]", value_parser = request::list)]
+        devices: Box<[Asked]>,
+        /// What LXC adds: the container's name and so on
+        #[arg(value_name = "WORD")]
+        _more: Vec<String>,
+    },
 }
 
 pub(crate) fn run(dir: &Path, command: &CdiCommand) -> io::Result<u8> {
-    let CdiCommand::Hook { device } = command;
     // The engine waits for the end of pipes that it has given to this process, and the keeper stays.
     confine::close_descriptors(false)?;
-    let container = Container::read(io::stdin().lock(), device)?;
-    if container.devices.first() != Some(device) {
-        return Ok(0);
-    }
+    let container = match command {
+        CdiCommand::Hook { device } => {
+            let container = Container::read(io::stdin().lock(), device)?;
+            if container.devices.first() != Some(device) {
+                return Ok(0);
+            }
+            container
+        }
+        CdiCommand::Lxc { devices, .. } => Container::of_lxc(devices)?,
+    };
     let (mut ours, theirs) = UnixStream::pair()?;
     let Some(keeper) = process::fork(UnshareFlags::empty())? else {
         drop(ours);

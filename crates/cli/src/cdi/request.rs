@@ -37,6 +37,11 @@ impl FromStr for Asked {
     }
 }
 
+/// Devices with commas between them.
+pub(super) fn list(devices: &str) -> Result<Box<[Asked]>, NoDevice> {
+    devices.split(',').map(str::parse).collect()
+}
+
 /// A container that an engine makes.
 pub(super) struct Container {
     /// Its first process.
@@ -96,6 +101,13 @@ impl Container {
             container.devices.push(device.clone());
         }
         Ok(container)
+    }
+
+    /// A container of LXC, which runs its hook when the container's root directory is its own.
+    pub fn of_lxc(devices: &[Asked]) -> io::Result<Container> {
+        let pid = std::env::var("LXC_PID").ok().and_then(|pid| pid.parse().ok());
+        let pid = pid.ok_or_else(|| io::Error::other("LXC_PID names no process; this is for lxc.hook.start-host"))?;
+        Ok(Container { pid, root: "/".into(), devices: devices.to_vec() })
     }
 
     /// `own`: the arguments of this process. Those of the hooks of other devices differ in the last one.
