@@ -10,7 +10,7 @@ pub(crate) struct Bind {
     pub read_only: bool,
 }
 
-/// What is wrong with a `--bind`. Each text is one line that says what to do.
+/// An error in a `--bind`. Each text is one line that says what to do.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BindError {
     #[error("expected SRC, SRC:DST, SRC:ro or SRC:DST:ro")]

@@ -188,7 +188,7 @@ fn changed<'a, K: Ord, V: Copy + PartialEq>(
 /// Reads a peers file for a host with these addresses.
 ///
 /// # Errors
-/// What is wrong, and where.
+/// An error, and its place.
 pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, PeersError> {
     let text = match std::fs::metadata(file) {
         Ok(m) if m.len() > MAX_BYTES => Err(io::Error::other("too long")),

@@ -1,4 +1,4 @@
-//! What a container sees of others.
+//! A container's view of others.
 
 use crate::support::*;
 

@@ -1,4 +1,4 @@
-//! What several topics use.
+//! Helpers of several topics.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -43,7 +43,7 @@ pub(crate) enum CdiCommand {
         /// Devices, as for `hook`, with commas between them
         #[arg(value_name = "DEVICE[,...]", value_parser = request::list)]
         devices: Box<[Asked]>,
-        /// What LXC adds: the container's name and so on
+        /// Words that LXC adds: the container's name and so on
         #[arg(value_name = "WORD")]
         _more: Vec<String>,
     },

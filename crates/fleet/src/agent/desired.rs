@@ -49,7 +49,7 @@ impl Key {
     }
 }
 
-/// What is wrong in a piece.
+/// An error in a piece.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ItemError {

@@ -34,7 +34,7 @@ impl Looker {
     /// A VF's driver waits for programs that have the device open, so [`Step::Rebind`] may take any time.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's answer.
     pub fn apply(&mut self, step: &Step) -> Result<(), ApplyError> {
         match step {
             Step::Create { pf, vfs } => write(self.roots.pf_device(pf).join("sriov_numvfs"), &vfs.to_string()),
