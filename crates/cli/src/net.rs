@@ -4,6 +4,7 @@
 //! through a packet socket. Neither needs a privilege outside of the container's own namespaces.
 
 use std::io;
+use std::net::UdpSocket;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use unirdma_ipc::vrnic::IpNet;
@@ -275,6 +276,24 @@ fn add_interface(
         }
     }
     Ok(fd)
+}
+
+/// The address by which this machine reaches others.
+///
+/// # Errors
+/// It has none.
+pub(crate) fn own_address() -> io::Result<IpNet> {
+    // Nothing is sent: connecting a socket only chooses a route. The addresses are for documents (RFC 5737, RFC 3849).
+    let of = |from: &str, to: &str| {
+        let socket = UdpSocket::bind(from)?;
+        socket.connect(to)?;
+        Ok::<_, io::Error>(socket.local_addr()?.ip())
+    };
+    let found = of("0.0.0.0:0", "192.0.2.1:1").or_else(|_| of("[::]:0", "[2001:db8::1]:1"));
+    let found = found.ok().and_then(|ip| ip.to_string().parse().ok());
+    found.ok_or_else(|| {
+        io::Error::other("this machine has no route to others, so no own address; name one of an interface")
+    })
 }
 
 /// The interface of this network namespace that has an address.

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use unirdma_ipc::vrnic::VrnicInfo;
-use unirdma_supervisor::admin::Request;
+use unirdma_supervisor::admin::{Request, TakeVrnic};
 use unirdma_supervisor::{Client, served_by};
 
 use crate::vrnics;
@@ -37,7 +37,7 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
     let limit = Instant::now() + PATIENCE;
     let (client, info) = loop {
         let mut client = connect(dir, limit)?;
-        match vrnics::ask(&mut client, &Request::VrnicTake { new, name: None, group: None }) {
+        match vrnics::ask(&mut client, &Request::VrnicTake(TakeVrnic { new, ..TakeVrnic::default() })) {
             Ok(info) => break (client, info),
             // It has ended with its last vRNIC at this moment.
             Err(e) if has_ended(&e) && Instant::now() < limit => std::thread::sleep(PAUSE),
@@ -60,17 +60,15 @@ pub(crate) fn with_addresses(v: &VrnicInfo) -> String {
     format!("{} with address {}", v.name, addresses.join(", "))
 }
 
-/// Starts a virtual layer in a directory that nobody else uses, and makes vRNICs of these names, which end with the
-/// connection, and the virtual layer with the last one.
+/// Starts a virtual layer in a directory that nobody else uses, and makes these vRNICs, which end with the connection,
+/// and the virtual layer with the last one.
 ///
 /// # Errors
 /// One line, as [`take`].
-pub(crate) fn start(dir: &Path, names: &[String]) -> io::Result<(Client, Vec<VrnicInfo>)> {
+pub(crate) fn start(dir: &Path, all: &[TakeVrnic]) -> io::Result<(Client, Vec<VrnicInfo>)> {
     let mut client = connect(dir, Instant::now() + PATIENCE)?;
-    let make = |name: &String| {
-        vrnics::ask(&mut client, &Request::VrnicTake { new: true, name: Some(name.clone()), group: None })
-    };
-    let vrnics = names.iter().map(make).collect::<io::Result<_>>()?;
+    let vrnics = all.iter().map(|take| vrnics::ask(&mut client, &Request::VrnicTake(take.clone())));
+    let vrnics = vrnics.collect::<io::Result<_>>()?;
     Ok((client, vrnics))
 }
 

@@ -11,25 +11,28 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use clap::Args;
 use rustix::mount::MountPropagationFlags;
 use rustix::thread::UnshareFlags;
 use unirdma_ipc::fdpass;
-use unirdma_supervisor::admin::Request;
+use unirdma_ipc::vrnic::{InvalidValue, IpNet};
+use unirdma_supervisor::admin::{Request, TakeVrnic};
 use unirdma_supervisor::served_by;
 
 use crate::errors::{self, context};
 use crate::process::{self, Foreground};
 use crate::sandbox::{GO, READY};
 use crate::sysfs::{self, Device, Live, Net};
-use crate::{container, idmap, loader, mounts, sandbox, unnamed};
+use crate::{container, idmap, loader, mounts, net, sandbox, unnamed};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma with 1 -- pytest -q                    the tests of a project, which find a device
   unirdma with 1 -- sh -c 'ib_write_bw & sleep 1; ib_write_bw localhost'
   unirdma with 2 -- bash                         a shell; its other vRNIC is for a container:
       unirdma run --vrnic v2 -- ibv_devinfo
+  unirdma with 1 --ip host -- ./tests            v1 has the machine's own address, as a device of rxe would
   unirdma with 1 --bare -- ./tests               without namespaces, as where they are not allowed
 
 The vRNICs are v1, v2 and so on. The command has v1, and the machine's own network. UNIRDMA_HOST_DIR is set for it, so `unirdma` in it
@@ -42,6 +45,10 @@ pub(crate) struct WithArgs {
     /// How many vRNICs
     #[arg(value_name = "N", value_parser = clap::value_parser!(u8).range(1..=100))]
     count: u8,
+    /// Address of v1: one of this machine's, so that programs which ask for the address of an interface find v1 by it;
+    /// `host`: the one by which the machine reaches others [default: 10.77.0.1, which no interface has]
+    #[arg(long, value_name = "IP|host")]
+    ip: Option<Address>,
     /// Make no namespaces: the command finds the vRNIC by its environment only, and not in /sys and /dev
     #[arg(long)]
     bare: bool,
@@ -51,6 +58,28 @@ pub(crate) struct WithArgs {
     /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     command: Vec<OsString>,
+}
+
+/// The address of v1.
+#[derive(Clone, Copy)]
+enum Address {
+    Host,
+    Given(IpNet),
+}
+
+impl FromStr for Address {
+    type Err = InvalidValue;
+
+    fn from_str(text: &str) -> Result<Address, InvalidValue> {
+        if text == "host" { Ok(Address::Host) } else { text.parse().map(Address::Given) }
+    }
+}
+
+impl Address {
+    fn get(self) -> io::Result<IpNet> {
+        let Address::Given(ip) = self else { return net::own_address() };
+        Ok(ip)
+    }
 }
 
 /// A directory of this command alone, which is removed at the end.
@@ -90,8 +119,10 @@ pub(crate) fn with(args: &WithArgs) -> io::Result<u8> {
     }
     // Signals wait until the command can have them.
     process::hold_signals(true);
-    let names: Vec<String> = (1..=args.count).map(|n| format!("v{n}")).collect();
-    let (mut client, vrnics) = unnamed::start(&dir, &names)?;
+    let named = |n| TakeVrnic { new: true, name: Some(format!("v{n}")), ..TakeVrnic::default() };
+    let mut all: Vec<_> = (1..=args.count).map(named).collect();
+    all[0].ips.extend(args.ip.map(Address::get).transpose()?);
+    let (mut client, vrnics) = unnamed::start(&dir, &all)?;
     let host = served_by(&dir);
     if !args.quiet {
         let all: Vec<String> = vrnics.iter().map(unnamed::with_addresses).collect();

@@ -24,15 +24,8 @@ pub use crate::network::{Hidden, RulesInfo, WireInfo};
 #[allow(missing_docs)]
 pub enum Request {
     VrnicAdd(AddVrnic),
-    /// Gives the connection a vRNIC of the default group until it is closed: one that nothing uses or, if there is none
-    /// or with `new`, one that is made for it and removed with it. `name`, `group`: of a new one.
-    VrnicTake {
-        new: bool,
-        #[serde(default)]
-        name: Option<String>,
-        #[serde(default)]
-        group: Option<String>,
-    },
+    /// Gives the connection a vRNIC until it is closed.
+    VrnicTake(TakeVrnic),
     VrnicList,
     VrnicShow {
         name: String,
@@ -126,6 +119,21 @@ pub enum Request {
         on: bool,
     },
     Status,
+}
+
+/// A vRNIC to take: one of the default group that nothing uses or, if there is none, one that is made for the
+/// connection and removed with it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TakeVrnic {
+    /// One that is made in any case.
+    pub new: bool,
+    /// The name of one that is made; `None`: any.
+    pub name: Option<String>,
+    /// The group of one that is made; `None`: the default group.
+    pub group: Option<String>,
+    /// The addresses of one that is made; if empty, the next free 10.77.x.y is taken.
+    pub ips: Vec<IpNet>,
 }
 
 /// A change of the secrets of a group.

@@ -85,6 +85,24 @@ pub(crate) fn tests(t: &mut Tests) {
         let private = Path::new(dir).parent().ok_or(dir)?;
         std::fs::remove_dir_all(private).map_err(failed("the directory"))
     });
+    t.test("with: the first vRNIC has an address of this machine, if it is asked for", || {
+        let lab = Lab::start(Some(own_user()))?;
+        let finds = "cat /sys/class/infiniband/unirdma0/ports/1/gid_attrs/ndevs/0; ibv_devinfo -v | grep -c ::ffff:10.9.0.7; \
+            rping -s -C 1 & sleep 1; rping -c -C 1 -v -a 10.9.0.7";
+        let inside = format!(
+            "ip link set lo up; ip link add e0 type veth peer name e1; ip addr add 10.9.0.7/24 dev e0; ip link set e0 up; \
+             ip link set e1 up; ip route add default dev e0; exec {} with 1 --ip host -- sh -c '{finds}'",
+            lab.exe().display()
+        );
+        let id = own_user().to_string();
+        let mut c = Command::new("setpriv");
+        c.args(["--reuid", &id, "--regid", &id, "--clear-groups", "unshare", "-U", "--map-root-user", "--net"]);
+        let o = Output::of(c.env_remove("XDG_RUNTIME_DIR").args(["sh", "-c", &inside]));
+        let expected = ["unirdma: vRNIC v1 with address 10.9.0.7 ", "e0\n1\n", "ping data: rdma-ping-0"];
+        require(o.ok() && expected.iter().all(|e| o.text.contains(e)), o.text)?;
+        let o = lab.unirdma(&["with", "1", "--ip", "127.0.0.1", "--", "true"]);
+        require(o.code == Some(2) && o.text.contains("`127.0.0.1` cannot be the address of a vRNIC"), o.text)
+    });
     t.test("with: a command that does not exist", || {
         let lab = Lab::start(Some(own_user()))?;
         let o = lab.unirdma(&["with", "1", "-q", "--", "/nowhere"]);

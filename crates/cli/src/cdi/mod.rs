@@ -22,7 +22,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::UnshareFlags;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
-use unirdma_supervisor::admin::Request;
+use unirdma_supervisor::admin::{Request, TakeVrnic};
 use unirdma_supervisor::cdi::Class;
 
 use crate::errors::context;
@@ -158,8 +158,8 @@ fn take(dir: &Path, devices: &[Asked]) -> io::Result<Vec<(Client, VrnicInfo)>> {
         let info = match class {
             Class::Vrnic | Class::VrnicPreload => vrnics::show(&mut client, name)?,
             Class::Group => {
-                let request = Request::VrnicTake { new: true, name: None, group: Some(name.clone()) };
-                vrnics::ask(&mut client, &request)?
+                let take = TakeVrnic { new: true, group: Some(name.clone()), ..TakeVrnic::default() };
+                vrnics::ask(&mut client, &Request::VrnicTake(take))?
             }
         };
         if let Some(pid) = info.container {

@@ -26,7 +26,7 @@ impl Supervisor {
         }
         match request {
             Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true, None),
-            Request::VrnicTake { new, name, group } => self.take(id, new, name, group),
+            Request::VrnicTake(take) => self.take(id, take),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
             Request::VrnicShow { name } => self.show(&name, true),
             Request::VrnicFigures { name } => self.show(&name, false),

@@ -5,6 +5,7 @@ use unirdma_ipc::vrnic::AddVrnic;
 
 use super::error::{Reply, RequestError};
 use super::*;
+use crate::admin::TakeVrnic;
 
 /// First part of the names of vRNICs that are made for a connection. A number follows.
 const NAME: &str = "run";
@@ -12,18 +13,20 @@ const NAME: &str = "run";
 const FIRST_VRNIC: Duration = Duration::from_secs(30);
 
 impl Supervisor {
-    /// Gives a connection a vRNIC of the default group: with `new` one that is made for it, else one that is there and
-    /// that nothing uses, the first by name; if there is none, one that is made for it, with this name and in this
-    /// group if they are given.
-    pub(super) fn take(&self, id: u64, new: bool, name: Option<String>, group: Option<String>) -> Reply {
-        let free = if new { None } else { self.take_free(id)? };
-        let group = group.as_deref().unwrap_or(DEFAULT_GROUP);
-        let name = match (free, name) {
-            (Some(free), _) => free,
-            (None, Some(name)) => self.make_for(id, &name, group).map(|()| name)?,
-            (None, None) => self.take_new(id, group)?,
-        };
-        self.show(&name, false)
+    /// Gives a connection a vRNIC: the first by name that is free, or one that is made for it.
+    pub(super) fn take(&self, id: u64, take: TakeVrnic) -> Reply {
+        let free = if take.new { None } else { self.take_free(id)? };
+        let group = take.group.unwrap_or_else(|| DEFAULT_GROUP.into());
+        let mut new = AddVrnic { group: Some(group), ips: take.ips, ..AddVrnic::default() };
+        match (free, take.name) {
+            (Some(free), _) => new.name = free,
+            (None, Some(name)) => {
+                new.name = name;
+                self.make_for(id, &new)?;
+            }
+            (None, None) => self.make_with_a_name(id, &mut new)?,
+        }
+        self.show(&new.name, false)
     }
 
     fn take_free(&self, id: u64) -> Result<Option<String>, RequestError> {
@@ -45,28 +48,28 @@ impl Supervisor {
         Ok(Some(name))
     }
 
-    fn take_new(&self, id: u64, group: &str) -> Result<String, RequestError> {
+    fn make_with_a_name(&self, id: u64, new: &mut AddVrnic) -> Result<(), RequestError> {
         loop {
-            let name = {
+            new.name = {
                 let names = self.names();
                 let all = (1..).map(|n: u32| format!("{NAME}-{n}"));
                 all.into_iter().find(|n| !names.vrnics.contains_key(n)).unwrap_or_default()
             };
-            match self.make_for(id, &name, group) {
+            match self.make_for(id, new) {
                 Err(RequestError::VrnicExists(_)) => {}
-                made => return made.map(|()| name),
+                made => return made,
             }
         }
     }
 
-    fn make_for(&self, id: u64, name: &str, group: &str) -> Result<(), RequestError> {
+    fn make_for(&self, id: u64, new: &AddVrnic) -> Result<(), RequestError> {
         if let Some(url) = self.url_of_centre() {
             return Err(RequestError::TakenOfCentre { url });
         }
-        let add = AddVrnic { name: name.into(), group: Some(group.into()), ..AddVrnic::default() };
         // Held first, so that the end of the connection, which may come at once, releases it.
-        self.names().held.entry(id).or_default().insert(group.into());
-        self.add_vrnic_as(&add, None, true, Some(Taken { by: id, temporary: true })).map(drop)
+        let group = new.group.clone().unwrap_or_else(|| DEFAULT_GROUP.into());
+        self.names().held.entry(id).or_default().insert(group);
+        self.add_vrnic_as(new, None, true, Some(Taken { by: id, temporary: true })).map(drop)
     }
 
     /// Ends the virtual layer if it is to end with its last vRNIC and has none.
