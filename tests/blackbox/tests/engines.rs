@@ -228,6 +228,17 @@ pub(crate) fn tests(t: &mut Tests) {
         engine.image("bare", |root| std::fs::remove_file(root.join(&libraries).join("libgcc_s.so.1")))?;
         refused("bare", "unirdma: the image has no libgcc_s.so.1")
     });
+    t.on(engine, "engines: programs find our library wherever the image has its own", |engine| {
+        let system = format!("usr/lib/{}-linux-gnu/libibverbs.so.1", std::env::consts::ARCH);
+        engine.image("conda", |root| {
+            let own = root.join("opt/conda/lib");
+            std::fs::create_dir_all(&own)?;
+            std::fs::copy(root.join(system), own.join("libibverbs.so.1")).map(drop)
+        })?;
+        let script = "LD_LIBRARY_PATH=/opt/conda/lib ibv_devinfo | grep hca_id; ibv_devinfo | grep hca_id";
+        let o = Output::of(&mut engine.command("conda", &engine.vrnic("a")?, &["sh", "-c", script]));
+        require(o.ok() && o.text == "hca_id:\tunirdma0\nhca_id:\tunirdma0\n", o.text)
+    });
     t.on(engine, "engines: an image with links out of itself makes nothing on the host", |engine| {
         let trap = engine.podman.lab.dir.join("trap");
         std::fs::create_dir(&trap).map_err(failed("trap"))?;

@@ -186,7 +186,7 @@ fn put_libraries(
     mounts::fix(directory)
 }
 
-/// The files of a library's name in the image.
+/// The files of a library's name in the image, first those that the loader finds.
 fn places(name: &str) -> Vec<PathBuf> {
     let mut all = loader::found(name);
     for pattern in FURTHER {
@@ -197,10 +197,11 @@ fn places(name: &str) -> Vec<PathBuf> {
                 entries.map(|e| e.path().join(below.trim_start_matches('/'))).collect()
             }
         };
-        all.extend(directories.iter().filter_map(|dir| fs::canonicalize(dir.join(name)).ok()));
+        for file in directories.iter().filter_map(|dir| fs::canonicalize(dir.join(name)).ok()) {
+            if all.len() < MOST_PLACES && !all.contains(&file) {
+                all.push(file);
+            }
+        }
     }
-    all.sort();
-    all.dedup();
-    all.truncate(MOST_PLACES);
     all
 }
