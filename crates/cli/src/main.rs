@@ -38,6 +38,7 @@ mod vfs;
 mod vm_run;
 mod vmm_args;
 mod vrnics;
+mod wait;
 mod with;
 mod workdir;
 
@@ -218,6 +219,9 @@ enum VrnicCommand {
         #[command(flatten)]
         out: Out,
     },
+    /// Wait until vRNICs exist, are in use or free, or are gone
+    #[command(after_help = wait::EXAMPLES)]
+    Wait(wait::WaitArgs),
     /// Set the link of a vRNIC up or down: its programs see it as a cable that is plugged in or pulled out
     #[command(
         after_help = "Examples:\n  unirdma vrnic link a down    connections of `a` retry, and fail if it stays down\n  unirdma vrnic link a up"
@@ -590,6 +594,7 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
         }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
         VrnicCommand::Show { names, vmm, memory, out } => show(dir, names, &vmm, &memory, &out),
+        VrnicCommand::Wait(args) => wait::wait(dir, &args),
         VrnicCommand::Link { name, state, out } => {
             ask(dir, &Request::VrnicLink { name, up: state == LinkState::Up }, &out)
         }

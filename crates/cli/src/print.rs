@@ -459,6 +459,7 @@ fn json(r: &Response) -> serde_json::Result<String> {
     match r {
         Response::Vrnic(v) => serde_json::to_string_pretty(v),
         Response::Vrnics(v) => serde_json::to_string_pretty(v),
+        Response::Names(names) => serde_json::to_string_pretty(names),
         Response::Groups(g) => serde_json::to_string_pretty(g),
         Response::Rules(r) => serde_json::to_string_pretty(r),
         Response::Status(s) => serde_json::to_string_pretty(s),
@@ -473,6 +474,7 @@ fn text(r: &Response) -> String {
     match r {
         Response::Vrnic(v) => changed(v),
         Response::Vrnics(v) => list(v),
+        Response::Names(all) => all.vrnics.join("\n"),
         Response::Groups(g) => {
             let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT", "SECRET", "VLAN"].map(String::from).to_vec()];
             let vni = |n: Option<u32>| n.map_or("-".into(), |n| n.to_string());

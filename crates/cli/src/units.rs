@@ -23,6 +23,8 @@ pub enum UnitError {
     Lifetime(String),
     #[error("`{0}` is no time; write 500ms, 5s or 2m, up to 1h")]
     Duration(String),
+    #[error("`{0}` is no time; write 30, 500ms or 2m, up to 1h, or `none`")]
+    Timeout(String),
 }
 
 /// A number with K, M, G or T for powers of 1000, or `none`, which is 0.
@@ -77,6 +79,16 @@ pub fn duration(s: &str) -> Result<Duration, UnitError> {
     };
     let time = ms.zip(number).and_then(|(ms, n)| n.checked_mul(ms)).filter(|ms| *ms <= MAX_MS);
     time.map(Duration::from_millis).ok_or_else(|| UnitError::Duration(s.into()))
+}
+
+/// A limit of time: seconds, as [`duration`], or `none`, which is the longest time.
+pub fn timeout(s: &str) -> Result<Duration, UnitError> {
+    if s == "none" {
+        return Ok(Duration::MAX);
+    }
+    let seconds = format!("{s}s");
+    let is_number = s.bytes().all(|b| b.is_ascii_digit());
+    duration(if is_number { &seconds } else { s }).map_err(|_| UnitError::Timeout(s.into()))
 }
 
 /// A time with us, ms or s, in microseconds.
@@ -161,6 +173,17 @@ mod tests {
         assert_eq!((most("none"), most("7")), (Ok(u64::MAX), Ok(7)));
         assert!(most("").is_err() && most("-1").is_err() && most("1K").is_err());
         assert_eq!((decimal(2_500_000_000), decimal(7)), ("2.5 G".into(), "7 ".into()));
+    }
+
+    #[test]
+    fn limits_of_time_are_seconds_or_have_units() {
+        for (text, ms) in [("0", 0), ("30", 30_000), ("500ms", 500), ("2m", 120_000), ("3600", 3_600_000)] {
+            assert_eq!(timeout(text), Ok(Duration::from_millis(ms)), "{text}");
+        }
+        assert_eq!(timeout("none"), Ok(Duration::MAX));
+        for bad in ["", "-1", "1.5", "3601", "2h", "s", "99999999999999999999"] {
+            assert!(timeout(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(crate) fn take(dir: &Path, new: bool, quiet: bool) -> io::Result<Taken> {
         match vrnics::ask(&mut client, &Request::VrnicTake(TakeVrnic { new, ..TakeVrnic::default() })) {
             Ok(info) => break (client, info),
             // It has ended with its last vRNIC at this moment.
-            Err(e) if has_ended(&e) && Instant::now() < limit => std::thread::sleep(PAUSE),
+            Err(e) if vrnics::has_ended(&e) && Instant::now() < limit => std::thread::sleep(PAUSE),
             Err(e) => return Err(e),
         }
     };
@@ -78,10 +78,6 @@ pub(crate) fn wait_for_end(dir: &Path, host: u32) {
     while served_by(dir) == Some(host) && Instant::now() < limit {
         std::thread::sleep(PAUSE);
     }
-}
-
-fn has_ended(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
 /// Connects to the virtual layer. If none serves the directory, starts one.

@@ -6,6 +6,11 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
 use unirdma_supervisor::admin::{Request, Response};
 
+/// Whether the error of a request means that the virtual layer has ended, or closed the connection.
+pub(crate) fn has_ended(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+}
+
 /// Sends a request whose answer is a vRNIC.
 pub(crate) fn ask(client: &mut Client, request: &Request) -> io::Result<VrnicInfo> {
     match client.ask(request, None)? {
@@ -21,8 +26,8 @@ pub(crate) fn show(client: &mut Client, name: &str) -> io::Result<VrnicInfo> {
 
 /// The names of all vRNICs.
 pub(crate) fn names(client: &mut Client) -> io::Result<Vec<String>> {
-    match client.ask(&Request::VrnicList, None)? {
-        Response::Vrnics(all) => Ok(all.into_iter().map(|v| v.name).collect()),
+    match client.ask(&Request::Names, None)? {
+        Response::Names(all) => Ok(all.vrnics),
         _ => Err(io::Error::other("unexpected answer of the virtual layer")),
     }
 }

@@ -27,6 +27,8 @@ pub enum Request {
     /// Gives the connection a vRNIC until it is closed.
     VrnicTake(TakeVrnic),
     VrnicList,
+    /// The names of all vRNICs and groups. No worker is asked.
+    Names,
     VrnicShow {
         name: String,
     },
@@ -170,6 +172,14 @@ pub struct GroupInfo {
     pub vlan: u16,
 }
 
+/// Names, in ascending order.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct Names {
+    pub vrnics: Vec<String>,
+    pub groups: Vec<String>,
+}
+
 /// The pool of VFs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[allow(missing_docs)]
@@ -288,6 +298,7 @@ pub enum Response {
     Done,
     Vrnic(Box<VrnicInfo>),
     Vrnics(Vec<VrnicInfo>),
+    Names(Names),
     Groups(Vec<GroupInfo>),
     Rules(RulesInfo),
     Status(Box<StatusInfo>),

@@ -58,6 +58,23 @@ pub(crate) fn tests(t: &mut Tests) {
         require(!unreachable.ok(), unreachable.text)?;
         rping(lab, "10.0.0.1")
     });
+    t.test("vrnic wait: a container, a listening program, and their end", || {
+        let lab = &abc()?;
+        let waits = |args: &[&str]| lab.start_unirdma(&[&["vrnic", "wait"], args].concat());
+        let reached = waits(&["a", "--attached", "--container", "--open", "--listening"])?;
+        let o = lab.unirdma(&["vrnic", "wait", "a", "--listening", "--timeout", "0"]);
+        require(o.code == Some(3) && o.text.contains("vRNIC a, after 0ns: no program listens on it"), o.text)?;
+        let server = lab.spawn("a", &[], "timeout 60 rping -s -a 10.0.0.1 -C 3")?;
+        let o = reached.finish();
+        require(o.ok() && o.text.is_empty(), o.text)?;
+        let o = lab.unirdma(&["exec", "--vrnic", "a", "--", "true"]);
+        require(o.ok(), o.text)?;
+        let free = waits(&["a", "b", "--free"])?;
+        let client = lab.spawn("b", &[], "timeout 30 rping -c -a 10.0.0.1 -C 3")?;
+        both_end_well((server.finish(), client.finish()))?;
+        let o = free.finish();
+        require(o.ok(), o.text)
+    });
     t.test("vrnic ip: a new address is used, and one that is taken away is not", || {
         let lab = &abc()?;
         admin(lab, &["vrnic", "ip", "add", "a", "fd00::a:7/64"])?;

@@ -9,7 +9,7 @@ use unirdma_rnic::{Share, VfUse};
 use super::error::{AddressError, Reply, RequestError};
 use super::secrets::NewSecret;
 use super::*;
-use crate::admin::{GroupInfo, Request, SecretChange, StatusInfo, WorkerInfo};
+use crate::admin::{GroupInfo, Names, Request, SecretChange, StatusInfo, WorkerInfo};
 use group::{Capturing, Worker};
 use std::time::Duration;
 
@@ -28,6 +28,11 @@ impl Supervisor {
             Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true, None),
             Request::VrnicTake(take) => self.take(id, take),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
+            Request::Names => {
+                let all = self.names();
+                let (vrnics, groups) = (all.vrnics.keys().cloned().collect(), all.groups.keys().cloned().collect());
+                Ok(Response::Names(Names { vrnics, groups }))
+            }
             Request::VrnicShow { name } => self.show(&name, true),
             Request::VrnicFigures { name } => self.show(&name, false),
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),

@@ -1,0 +1,138 @@
+//! Commands that ask a virtual layer, as scripts use them. No program uses its vRNICs.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A virtual layer in a directory of its own, which ends when this is dropped.
+struct Layer {
+    dir: PathBuf,
+    host: Child,
+}
+
+impl Layer {
+    fn start() -> Layer {
+        static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("unirdma-commands-{}-{n}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let host = Layer::host(&dir);
+        let layer = Layer { dir, host };
+        layer.wait_up();
+        layer
+    }
+
+    fn host(dir: &std::path::Path) -> Child {
+        let log = std::fs::File::create(dir.join("host.log")).unwrap();
+        let mut c = Command::new(env!("CARGO_BIN_EXE_unirdma"));
+        c.arg("--dir").arg(dir.join("run")).arg("host").stdin(Stdio::null()).stderr(log).spawn().unwrap()
+    }
+
+    fn wait_up(&self) {
+        let end = Instant::now() + Duration::from_secs(20);
+        while !self.run(&["status"]).status.success() {
+            let log = std::fs::read_to_string(self.dir.join("host.log")).unwrap();
+            assert!(Instant::now() < end, "the virtual layer does not start: {log}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut c = Command::new(env!("CARGO_BIN_EXE_unirdma"));
+        c.arg("--dir").arg(self.dir.join("run")).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+        c
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    fn ok(&self, args: &[&str]) -> String {
+        let done = self.run(args);
+        assert!(done.status.success(), "{args:?}: {done:?}");
+        String::from_utf8(done.stdout).unwrap()
+    }
+
+    /// Starts `vrnic wait`. Returns when it is connected.
+    fn waits(&self, args: &[&str]) -> Child {
+        let child = self.command(&[&["vrnic", "wait"], args].concat()).spawn().unwrap();
+        let fds = format!("/proc/{}/fd", child.id());
+        let is_socket = |link: PathBuf| link.to_string_lossy().starts_with("socket:");
+        let is_connected = || {
+            let links = std::fs::read_dir(&fds).into_iter().flatten().flatten();
+            links.filter_map(|fd| std::fs::read_link(fd.path()).ok()).any(is_socket)
+        };
+        let end = Instant::now() + Duration::from_secs(20);
+        while !is_connected() {
+            assert!(Instant::now() < end, "vrnic wait does not connect");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        child
+    }
+}
+
+impl Drop for Layer {
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.host.id().cast_signed()) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let _ = self.host.wait();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+fn ended_well(child: Child) -> bool {
+    let done = child.wait_with_output().unwrap();
+    done.status.success() && done.stdout.is_empty() && done.stderr.is_empty()
+}
+
+#[test]
+fn vrnics_are_waited_for() {
+    let layer = Layer::start();
+    let both = layer.waits(&["a", "b", "--up", "--free"]);
+    layer.ok(&["vrnic", "add", "a"]);
+    let only_one = layer.run(&["vrnic", "wait", "a", "b", "--timeout", "200ms"]);
+    let text = String::from_utf8(only_one.stderr).unwrap();
+    assert_eq!(only_one.status.code(), Some(3));
+    assert_eq!(text, "unirdma: vRNIC b, after 200ms: it does not exist; `unirdma vrnic ls` lists those that do\n");
+    layer.ok(&["vrnic", "add", "b"]);
+    assert!(ended_well(both));
+
+    let down = layer.waits(&["a", "--down"]);
+    let open = layer.run(&["vrnic", "wait", "a", "--open", "--json", "--timeout", "0"]);
+    assert_eq!(open.status.code(), Some(3));
+    let shown: serde_json::Value = serde_json::from_slice(&open.stdout).unwrap();
+    let wanted = serde_json::json!([{
+        "name": "a", "reached": false, "exists": true, "up": true, "attached": false, "container": false, "open": false,
+        "listening": false, "free": true, "lacks": ["no program has opened it"],
+    }]);
+    assert_eq!(shown, wanted);
+    layer.ok(&["vrnic", "link", "a", "down"]);
+    assert!(ended_well(down));
+
+    let gone = layer.waits(&["a", "b", "--gone", "--timeout", "none"]);
+    layer.ok(&["vrnic", "rm", "a", "b"]);
+    assert!(ended_well(gone));
+}
+
+#[test]
+fn a_virtual_layer_that_is_started_again_is_waited_for() {
+    let mut layer = Layer::start();
+    let waits = layer.waits(&["later"]);
+    layer.host.kill().unwrap();
+    layer.host.wait().unwrap();
+    layer.host = Layer::host(&layer.dir);
+    layer.wait_up();
+    layer.ok(&["vrnic", "add", "later"]);
+    assert!(ended_well(waits));
+}
+
+#[test]
+fn a_virtual_layer_that_ends_is_an_error() {
+    let layer = Layer::start();
+    let waits = layer.waits(&["never", "--timeout", "3"]);
+    drop(layer);
+    let done = waits.wait_with_output().unwrap();
+    let text = String::from_utf8(done.stderr).unwrap();
+    assert!(done.status.code() == Some(1) && text.contains("no virtual layer answers in"), "{text}");
+}
