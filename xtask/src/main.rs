@@ -10,7 +10,7 @@ mod test;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use harness::{Result, book, cleanup, cluster, conformance, package, tcp, vm};
+use harness::{Result, book, cleanup, cluster, conformance, manual, package, tcp, vm};
 
 /// Commands of the uniRDMA project.
 #[derive(Parser)]
@@ -115,6 +115,8 @@ enum Machines {
 enum Package {
     /// For Python's pip: the program, and fixtures of pytest
     Wheel,
+    /// Manual pages, one for each command, in target/package/man
+    Man,
 }
 
 #[derive(Subcommand)]
@@ -160,6 +162,10 @@ fn run(command: Command) -> Result<()> {
         Command::Vm { kernel, command, .. } => vm::command(kernel.as_deref(), &command.join(" ")),
         Command::Book => {
             println!("{}", book::make()?.display());
+            Ok(())
+        }
+        Command::Package { what: Package::Man } => {
+            println!("{}", manual::pages()?.display());
             Ok(())
         }
         Command::Package { what: Package::Wheel } => {

@@ -13,6 +13,7 @@ mod capture;
 mod carried;
 mod cdi;
 mod check;
+mod completion;
 mod confine;
 mod container;
 mod errors;
@@ -23,6 +24,7 @@ mod home;
 mod host;
 mod idmap;
 mod loader;
+mod man;
 mod masked;
 mod mounts;
 mod net;
@@ -48,7 +50,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, Way};
 use unirdma_supervisor::admin::{Request, Response};
 use unirdma_supervisor::{Client, default_dir};
@@ -156,6 +158,15 @@ enum Command {
     Status {
         #[command(flatten)]
         out: Out,
+    },
+    /// Print a script that completes commands and names in a shell
+    #[command(after_help = completion::EXAMPLES)]
+    Completion(completion::CompletionArgs),
+    /// Write the manual pages into a directory
+    #[command(hide = true)]
+    Man {
+        /// The directory, which is made if it does not exist
+        dir: PathBuf,
     },
     #[cfg(feature = "fleet")]
     #[command(flatten)]
@@ -526,7 +537,10 @@ fn main() -> ExitCode {
     match std::env::args_os().nth(1).as_deref().and_then(OsStr::to_str) {
         Some("worker") => ended(host::worker().map(|()| 0)),
         Some("keeper") => ended(host::keeper().map(|()| 0)),
-        _ => ended(command(Cli::parse())),
+        _ => {
+            completion::answer(Cli::command);
+            ended(command(Cli::parse()))
+        }
     }
 }
 
@@ -577,6 +591,8 @@ fn command(cli: Cli) -> io::Result<u8> {
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Top(args) => top::run(&dir, args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
+        Command::Completion(args) => completion::print(&args).map(|()| 0),
+        Command::Man { dir } => man::write(Cli::command(), &dir).map(|()| 0),
         #[cfg(feature = "fleet")]
         Command::Fleet(command) => fleet::run(command),
     }
@@ -683,7 +699,6 @@ fn ask_with(dir: &std::path::Path, request: &Request, fd: Option<BorrowedFd<'_>>
 #[cfg(all(test, feature = "fleet"))]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn each_command_has_one_meaning() {
@@ -693,5 +708,14 @@ mod tests {
             |args: &[&str]| Cli::try_parse_from([&["unirdma", "secret"], args].concat()).map(|cli| cli.command);
         assert!(matches!(secret(&["blue.secret"]), Ok(Command::Secret { command: None, file: Some(_) })));
         assert!(matches!(secret(&["rotate", "blue"]), Ok(Command::Secret { command: Some(_), file: None })));
+    }
+
+    #[test]
+    fn completed_arguments_exist() {
+        let mut commands = Cli::command();
+        commands.build();
+        for (argument, exists) in completion::known(&commands) {
+            assert!(exists, "{argument}");
+        }
     }
 }

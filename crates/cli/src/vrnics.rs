@@ -1,6 +1,8 @@
 //! Questions to the virtual layer whose answers are vRNICs.
 
 use std::io;
+use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
@@ -36,4 +38,11 @@ pub(crate) fn names(client: &mut Client) -> io::Result<Vec<String>> {
 pub(crate) fn all(client: &mut Client) -> io::Result<Vec<VrnicInfo>> {
     let names = names(client)?;
     Ok(names.iter().filter_map(|name| show(client, name).ok()).collect())
+}
+
+/// The result of a question, if it comes in time. A question that takes longer goes on until this process ends.
+pub(crate) fn in_time<T: Send + 'static>(limit: Duration, question: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (answer, answers) = channel();
+    std::thread::spawn(move || answer.send(question()));
+    answers.recv_timeout(limit).ok()
 }

@@ -136,3 +136,50 @@ fn a_virtual_layer_that_ends_is_an_error() {
     let text = String::from_utf8(done.stderr).unwrap();
     assert!(done.status.code() == Some(1) && text.contains("no virtual layer answers in"), "{text}");
 }
+
+/// The words that a shell is offered for the last of these words.
+fn candidates(dir: &std::path::Path, words: &[&str]) -> Vec<String> {
+    let mut c = Command::new(env!("CARGO_BIN_EXE_unirdma"));
+    c.env("UNIRDMA_COMPLETE", "bash").env("_CLAP_IFS", "\n").env("_CLAP_COMPLETE_INDEX", words.len().to_string());
+    let done = c.args(["--", "unirdma"]).args(words).env("UNIRDMA_HOST_DIR", dir).output().unwrap();
+    assert!(done.status.success() && done.stderr.is_empty(), "{words:?}: {done:?}");
+    let text = String::from_utf8(done.stdout).unwrap();
+    text.lines().filter(|word| !word.starts_with('-')).map(String::from).collect()
+}
+
+#[test]
+fn names_and_programs_complete() {
+    let layer = Layer::start();
+    layer.ok(&["vrnic", "add", "first"]);
+    layer.ok(&["vrnic", "add", "second"]);
+    layer.ok(&["group", "add", "blue"]);
+    let dir = layer.dir.join("run");
+    let offered = |words: &[&str]| candidates(&dir, words);
+    assert_eq!(offered(&["vrnic", "show", ""]), ["first", "second"]);
+    assert_eq!(offered(&["vrnic", "rm", "first", "se"]), ["second"]);
+    assert_eq!(offered(&["vrnic", "link", "first", ""]), ["up", "down"]);
+    assert_eq!(offered(&["group", "set", "b"]), ["blue"]);
+    assert_eq!(offered(&["vrnic", "add", "x", "--group", ""]), ["blue", "default"]);
+    assert_eq!(offered(&["run", "--vrnic", "f"]), ["first"]);
+    assert_eq!(
+        candidates("/nonexistent".as_ref(), &["--dir", dir.to_str().unwrap(), "run", "--vrnic", "f"]),
+        ["first"]
+    );
+    assert!(offered(&["run", "--", "tim"]).contains(&"timeout".into()));
+    assert!(!offered(&["run", "--", "ls", "tim"]).contains(&"timeout".into()));
+}
+
+#[test]
+fn without_an_answer_nothing_is_offered() {
+    let words = ["vrnic", "show", ""];
+    assert!(candidates("/nonexistent".as_ref(), &words).is_empty());
+    let dir = std::env::temp_dir().join(format!("unirdma-mute-{}", std::process::id()));
+    std::fs::create_dir(&dir).unwrap();
+    let mute = std::os::unix::net::UnixListener::bind(dir.join("admin.sock")).unwrap();
+    let begin = Instant::now();
+    let offered = candidates(&dir, &words);
+    let took = begin.elapsed();
+    std::fs::remove_dir_all(&dir).unwrap();
+    assert!(offered.is_empty() && mute.accept().is_ok());
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}

@@ -13,6 +13,7 @@ mod attacks;
 mod c_programs;
 mod captures;
 mod changes;
+mod command_line;
 mod connecting;
 mod documents;
 mod engines;
@@ -89,6 +90,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("sysfs", sysfs::tests),
     ("engines", engines::tests),
     ("podman", podman::tests),
+    ("command_line", command_line::tests),
     ("documents", documents::tests),
     ("etcd", etcd::tests),
     ("package", package::tests),

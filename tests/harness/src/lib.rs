@@ -11,6 +11,7 @@ pub mod conformance;
 mod figures;
 pub mod fleet;
 mod lab;
+pub mod manual;
 pub mod package;
 pub mod packages;
 mod process;

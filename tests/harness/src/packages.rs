@@ -94,10 +94,33 @@ pub const PACKAGE: Needed = &[
     ("/usr/bin/pgrep", "procps"),
 ];
 
+/// Shells that complete words, a terminal for them, and what checks manual pages.
+pub const COMMAND_LINE: Needed = &[
+    ("/usr/bin/zsh", "zsh"),
+    ("/usr/bin/fish", "fish"),
+    ("/usr/bin/script", "bsdutils"),
+    ("/usr/bin/mandoc", "mandoc"),
+];
+
 /// All packages of the tests.
 pub const ALL: &[Needed] = &[
-    RUN, LOADER, CONNECTING, C_PROGRAMS, CAPTURE, PYVERBS, RELEASES, NETWORK, ETCD, GUESTS, SANDBOX, PODMAN, LXC,
-    MEMORY, PAGE, PACKAGE,
+    RUN,
+    LOADER,
+    CONNECTING,
+    C_PROGRAMS,
+    CAPTURE,
+    PYVERBS,
+    RELEASES,
+    NETWORK,
+    ETCD,
+    GUESTS,
+    SANDBOX,
+    PODMAN,
+    LXC,
+    MEMORY,
+    PAGE,
+    PACKAGE,
+    COMMAND_LINE,
 ];
 
 /// Packages for looking at the control centre's page.

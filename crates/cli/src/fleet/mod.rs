@@ -30,7 +30,7 @@ pub struct Centre {
 }
 
 /// Kinds of objects.
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum KindArg {
     Host,
     Group,
@@ -284,6 +284,21 @@ pub fn secret(SecretCommand::Rotate { group, centre }: SecretCommand) -> io::Res
     let done = call::once(&centre, async |mut c| Ok(c.rotate_secret(request).await?.into_inner()))?;
     show::json_or(&done, centre.json, || format!("secret {} of group {group} is being introduced", done.id))?;
     Ok(0)
+}
+
+/// The names of a fleet's objects of a kind. `centre` is the URL, if it is given.
+///
+/// # Errors
+/// The centre refuses, or cannot be reached.
+pub fn names(kind: KindArg, centre: Option<String>) -> io::Result<Vec<String>> {
+    let centre = Centre {
+        centre: centre.or_else(|| std::env::var("UNIRDMA_CENTRE").ok()),
+        authority: std::env::var_os("UNIRDMA_AUTHORITY").map(PathBuf::from),
+        json: false,
+    };
+    let found = call::pages(&centre, v1::GetRequest { kind: kind.message(), ..v1::GetRequest::default() })?;
+    let objects = found.objects.iter().filter_map(|o| o.object.as_ref());
+    Ok(objects.map(|o| o.name().to_owned()).collect())
 }
 
 /// Moves a vRNIC to another host.
