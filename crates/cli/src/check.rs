@@ -29,11 +29,13 @@ A process is served if it has no libibverbs, or if its calls go to uniRDMA's.
 
 Exit code: 0 if all processes are served, 3 if one is not, 1 if nothing could be checked.";
 
-const CLASS: &str = "/sys/class/infiniband";
+pub(crate) const CLASS: &str = "/sys/class/infiniband";
 /// Exit code if a process is not served.
 const NOT_SERVED: u8 = 3;
+/// How this user gets a full userfaultfd.
+pub(crate) const FULL_USERFAULTFD: &str = "sysctl vm.unprivileged_userfaultfd=1, or let the user open /dev/userfaultfd";
 /// Our library has this text, and no other libibverbs does.
-const MARK: &[u8] = b"unirdma_answer_netlink";
+pub(crate) const MARK: &[u8] = b"unirdma_answer_netlink";
 
 #[derive(Args)]
 pub(crate) struct CheckArgs {
@@ -105,14 +107,16 @@ impl Process {
         let named = |path: &Path, name: &str| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(name));
         let preloaded = files.iter().any(|path| named(path, PRELOAD));
         let libraries: Vec<_> = files.into_iter().filter(|path| named(path, "libibverbs")).collect();
-        let is_ours = |path: &PathBuf| {
-            let inside = root.join("root").join(path.strip_prefix("/").unwrap_or(path));
-            fs::read(inside).is_ok_and(|file| memchr::memmem::find(&file, MARK).is_some())
-        };
+        let is_ours = |path: &PathBuf| is_ours(&root.join("root").join(path.strip_prefix("/").unwrap_or(path)));
         let (ours, others): (Vec<_>, Vec<_>) = libraries.iter().partition(|path| is_ours(path));
         let (served, verdict) = verdict(!ours.is_empty(), preloaded, others.first().map(|path| path.as_path()));
         Ok(Process { pid, command, libraries, served, verdict })
     }
+}
+
+/// Whether a file is our libibverbs.
+pub(crate) fn is_ours(library: &Path) -> bool {
+    fs::read(library).is_ok_and(|file| memchr::memmem::find(&file, MARK).is_some())
 }
 
 /// Whether a process is served, in words too. `other`: a libibverbs that is not ours.
@@ -167,7 +171,7 @@ fn ethernet(net: &str) -> Option<Traffic> {
 }
 
 /// The names in a directory, sorted.
-fn names(directory: &Path) -> Vec<String> {
+pub(crate) fn names(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut all: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
     all.sort();
@@ -290,13 +294,13 @@ fn memory(notes: &[MrNote]) -> String {
     let head = ["MEMORY", "MRS", "BYTES", "COST", "BECAUSE"].map(String::from).to_vec();
     let mut text = table(&std::iter::once(head).chain(notes.iter().map(row)).collect::<Vec<_>>());
     if notes.iter().any(|m| m.why.ends_with("no full userfaultfd")) {
-        text += "\nfaster: sysctl vm.unprivileged_userfaultfd=1, or let the user open /dev/userfaultfd";
+        text += &format!("\nfaster: {FULL_USERFAULTFD}");
     }
     text
 }
 
 /// Whether this process is in a container that has a vRNIC, and not beside the virtual layer.
-fn is_inside(dir: &Path) -> bool {
+pub(crate) fn is_inside(dir: &Path) -> bool {
     !mounts::vrnics().is_empty() && !dir.join("admin.sock").exists()
 }
 

@@ -239,7 +239,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
 
 /// Forks the container's first process. It has the rights of this user (false) or, if those do not suffice, its rights
 /// in a user namespace of its own (true).
-fn fork() -> io::Result<(Option<i32>, bool)> {
+pub(crate) fn fork() -> io::Result<(Option<i32>, bool)> {
     match process::fork(OUTER) {
         Ok(pid) => Ok((pid, false)),
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {

@@ -16,6 +16,7 @@ mod check;
 mod completion;
 mod confine;
 mod container;
+mod doctor;
 mod errors;
 mod exec;
 #[cfg(feature = "fleet")]
@@ -138,6 +139,9 @@ enum Command {
         #[command(subcommand)]
         command: cdi::CdiCommand,
     },
+    /// Say whether this machine has what uniRDMA needs, and what to do about what it lacks
+    #[command(after_help = doctor::EXAMPLES)]
+    Doctor(doctor::DoctorArgs),
     /// Start a virtual machine that has a vRNIC
     Vm {
         #[command(subcommand)]
@@ -580,6 +584,7 @@ fn command(cli: Cli) -> io::Result<u8> {
         Command::Exec(args) => exec::exec(&dir, &args),
         Command::Check(args) => check::check(&dir, &args),
         Command::Cdi { command } => cdi::run(&dir, &command),
+        Command::Doctor(args) => doctor::doctor(&dir, &args),
         Command::Vm { command } => vm_run::vm(&dir, command),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),

@@ -42,7 +42,7 @@ pub use admin::Client;
 pub use centre_config::{CentreConfig, CentreInfo, default_state};
 pub use fdstore::keep;
 pub use metrics::{DEFAULT_METRICS_VRNICS, MAX_METRICS_VRNICS, MetricsConfig};
-pub use network::{Disagreement, TunnelInfo};
+pub use network::{Disagreement, SOCKET_BUFFER, TunnelInfo};
 
 /// Configuration of the virtual layer.
 #[derive(Clone, Debug)]

@@ -1,4 +1,4 @@
-//! The command line as a person has it: completions in real shells and manual pages.
+//! The command line as a person has it: completions in real shells, manual pages, the state of the machine.
 
 use std::process::Command;
 
@@ -57,8 +57,28 @@ pub(crate) fn tests(t: &mut Tests) {
     t.on(lab, "command_line: manual pages are without errors", |lab| {
         let pages = harness::manual::pages()?;
         let o = shell(lab, &format!("cd {} && ls && mandoc -Tlint -Werror *.1", pages.display()));
-        let all = ["unirdma.1", "unirdma-run.1", "unirdma-vrnic-wait.1", "unirdma-vrnic-ip-add.1"];
+        let all = ["unirdma.1", "unirdma-run.1", "unirdma-vrnic-wait.1", "unirdma-vrnic-ip-add.1", "unirdma-doctor.1"];
         require(all.iter().all(|page| o.text.lines().any(|line| line == *page)), &o.text)?;
         require(o.ok() && o.text.lines().all(|line| line.ends_with(".1")), o.text)
+    });
+    t.test("command_line: doctor finds what is there, for root and for an ordinary user", || {
+        let lab = &Lab::start(Some(own_user()))?;
+        let as_own_user = format!("setpriv --reuid={0} --regid={0} --clear-groups ", own_user());
+        let users = ["", &as_own_user];
+        for as_user in &users[..if harness::uid() == 0 { 2 } else { 1 }] {
+            let o = shell(lab, &format!("{as_user}unirdma doctor --json"));
+            let found: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
+            let all = || found.as_array().into_iter().flatten();
+            let of = |topic: &str| all().find(|f| f["topic"] == topic).cloned().unwrap_or_default();
+            let is_right =
+                |f: &serde_json::Value| f["level"] != "error" && f["remedy"].is_null() == (f["level"] == "ok");
+            require(o.ok() && all().all(is_right) && of("namespaces")["level"] == "ok", &o.text)?;
+            require(of("virtual layer")["fact"].as_str().is_some_and(|fact| fact.contains(": 0 vRNICs")), &o.text)?;
+        }
+        let _taken = std::net::UdpSocket::bind("127.0.9.2:4791").map_err(failed("the port"))?;
+        let o = shell(lab, "unirdma doctor");
+        let line = o.text.lines().find(|line| line.contains("UDP port 4791")).unwrap_or_default();
+        let own = format!("({})", std::process::id());
+        require(line.starts_with("warning") && line.contains("127.0.9.2 by ") && line.contains(&own), o.text)
     });
 }

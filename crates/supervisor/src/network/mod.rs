@@ -51,6 +51,7 @@ use crate::firewall::{self, Firewall};
 use crate::peer_source::Source;
 use crate::{DEFAULT_GROUP, WireConfig};
 use bpf::Table;
+pub use open::SOCKET_BUFFER;
 use open::{Kind, Options};
 
 /// Bytes that the tunnel adds to a frame over IPv6; 20 less over IPv4. With a secret of the group, [`TAIL_BYTES`] more.

@@ -15,7 +15,7 @@ use super::bpf::{self, Instruction, Table};
 use super::interface::interface_index;
 
 /// Requested size of socket buffers, bytes.
-const SOCKET_BUFFER: i32 = 16 << 20;
+pub const SOCKET_BUFFER: i32 = 16 << 20;
 
 /// Options of every socket of a virtual layer.
 #[derive(Clone, Copy, Debug, Default)]
