@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde::Serialize;
 use unirdma_ipc::vrnic::VrnicInfo;
-use unirdma_rnic::MrNote;
 use unirdma_supervisor::Client;
 
 use crate::loader::PRELOAD;
 use crate::mounts;
+use crate::output::Memory;
 use crate::print::{self, bytes, table};
 use crate::vrnics;
 
@@ -52,40 +52,57 @@ pub(crate) struct CheckArgs {
 
 /// Bytes that were sent and received.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Traffic {
+    /// Bytes sent.
     sent: u64,
+    /// Bytes received.
     received: u64,
 }
 
+/// The findings about a process.
 #[derive(Debug, PartialEq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Process {
+    /// Its ID.
     pid: u32,
+    /// The name of its program.
     command: String,
     /// The files of libibverbs that it has, as it sees them.
     libraries: Vec<PathBuf>,
+    /// It has no libibverbs, or its calls go to uniRDMA's.
     served: bool,
+    /// The same in words.
     verdict: String,
 }
 
 /// The findings about a vRNIC.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Vrnic {
+    /// Its name.
     name: String,
+    /// Its GIDs.
     gids: Vec<String>,
-    /// MTU of its Ethernet interface, bytes.
+    /// MTU of its Ethernet interface, bytes; null: not known.
     mtu: Option<u32>,
+    /// The bytes that went by RDMA; null: not known.
     rdma: Option<Traffic>,
-    memory: Vec<MrNote>,
+    /// How the memory of its MRs is reached, and why.
+    memory: Vec<Memory>,
 }
 
 /// The findings about a container, or about a process that is in none.
 #[derive(Default, Serialize)]
-struct Report {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(crate) struct Report {
+    /// Its vRNICs.
     vrnics: Vec<Vrnic>,
     /// Names of the RDMA devices that its programs see.
     devices: Vec<String>,
     /// Of all Ethernet interfaces of the container.
     ethernet: Option<Traffic>,
+    /// Its processes.
     processes: Vec<Process>,
 }
 
@@ -191,7 +208,13 @@ fn look_at(all: Vec<u32>) -> Vec<Process> {
 impl Vrnic {
     fn of(v: VrnicInfo) -> Vrnic {
         let rdma = Some(Traffic { sent: v.counters.sent_bytes, received: v.counters.received_bytes });
-        Vrnic { name: v.name, gids: v.gids, mtu: Some(v.mtu), rdma, memory: v.memory }
+        Vrnic {
+            name: v.name,
+            gids: v.gids,
+            mtu: Some(v.mtu),
+            rdma,
+            memory: v.memory.into_iter().map(Memory::from).collect(),
+        }
     }
 
     /// The vRNIC of a device in `/sys`.
@@ -288,9 +311,9 @@ impl Report {
 }
 
 /// How the memory of MRs is reached, what that costs, and what would be faster.
-fn memory(notes: &[MrNote]) -> String {
-    let cost = |m: &MrNote| if m.way == "copy" { "copied in and out besides" } else { "one copy for each transfer" };
-    let row = |m: &MrNote| vec![m.way.clone(), m.mrs.to_string(), bytes(m.bytes), cost(m).to_string(), m.why.clone()];
+fn memory(notes: &[Memory]) -> String {
+    let cost = |m: &Memory| if m.way == "copy" { "copied in and out besides" } else { "one copy for each transfer" };
+    let row = |m: &Memory| vec![m.way.clone(), m.mrs.to_string(), bytes(m.bytes), cost(m).to_string(), m.why.clone()];
     let head = ["MEMORY", "MRS", "BYTES", "COST", "BECAUSE"].map(String::from).to_vec();
     let mut text = table(&std::iter::once(head).chain(notes.iter().map(row)).collect::<Vec<_>>());
     if notes.iter().any(|m| m.why.ends_with("no full userfaultfd")) {

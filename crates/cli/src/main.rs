@@ -29,6 +29,7 @@ mod man;
 mod masked;
 mod mounts;
 mod net;
+mod output;
 mod print;
 mod process;
 mod sandbox;

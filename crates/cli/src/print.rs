@@ -8,7 +8,7 @@ use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::CentreInfo;
 use unirdma_supervisor::admin::{GroupInfo, Response, RulesInfo, StatusInfo, VfsInfo, WireInfo, WorkerInfo};
 
-use crate::{Out, units};
+use crate::{Out, output, units};
 
 /// Lines up columns. The first row is the heading.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
@@ -455,19 +455,19 @@ fn hidden(r: &RulesInfo) -> String {
     r.hidden.iter().map(|h| format!("\nrules: {h}")).collect()
 }
 
-fn json(r: &Response) -> serde_json::Result<String> {
-    match r {
-        Response::Vrnic(v) => serde_json::to_string_pretty(v),
-        Response::Vrnics(v) => serde_json::to_string_pretty(v),
-        Response::Names(names) => serde_json::to_string_pretty(names),
-        Response::Groups(g) => serde_json::to_string_pretty(g),
-        Response::Rules(r) => serde_json::to_string_pretty(r),
-        Response::Status(s) => serde_json::to_string_pretty(s),
-        Response::Vfs(v) => serde_json::to_string_pretty(v),
-        Response::Captured { lost } => Ok(format!("{{\"lost\": {lost}}}")),
-        Response::Done => Ok("{}".into()),
-        Response::Error(e) => serde_json::to_string_pretty(e),
-    }
+fn json(r: &Response) -> io::Result<String> {
+    Ok(match r {
+        Response::Vrnic(v) => serde_json::to_string_pretty(&output::of::<output::Vrnic>(v)?)?,
+        Response::Vrnics(v) => serde_json::to_string_pretty(&output::of::<Vec<output::Vrnic>>(v)?)?,
+        Response::Names(names) => serde_json::to_string_pretty(names)?,
+        Response::Groups(g) => serde_json::to_string_pretty(&output::of::<Vec<output::Group>>(g)?)?,
+        Response::Rules(r) => serde_json::to_string_pretty(r)?,
+        Response::Status(s) => serde_json::to_string_pretty(s)?,
+        Response::Vfs(v) => serde_json::to_string_pretty(v)?,
+        Response::Captured { lost } => format!("{{\"lost\": {lost}}}"),
+        Response::Done => "{}".into(),
+        Response::Error(e) => serde_json::to_string_pretty(e)?,
+    })
 }
 
 fn text(r: &Response) -> String {
@@ -525,8 +525,10 @@ pub(crate) fn response(r: &Response, how: &Out) -> io::Result<()> {
 pub(crate) fn vrnics(all: &[VrnicInfo], one: bool, how: &Out) -> io::Result<()> {
     let each = |f: fn(&VrnicInfo) -> String, between| all.iter().map(f).collect::<Vec<_>>().join(between);
     line(&match (how, all) {
-        (Out { json: true, .. }, [first, ..]) if one => serde_json::to_string_pretty(first)?,
-        (Out { json: true, .. }, _) => serde_json::to_string_pretty(all)?,
+        (Out { json: true, .. }, [first, ..]) if one => {
+            serde_json::to_string_pretty(&output::of::<output::Vrnic>(first)?)?
+        }
+        (Out { json: true, .. }, _) => serde_json::to_string_pretty(&output::of::<Vec<output::Vrnic>>(&all)?)?,
         (Out { quiet: true, .. }, _) => each(|v| v.name.clone(), "\n"),
         _ => each(show, "\n\n"),
     })

@@ -79,13 +79,21 @@ struct States {
 
 /// The states of a vRNIC. All are false if it does not exist.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Now {
+    /// It exists.
     exists: bool,
+    /// Its link is up.
     up: bool,
+    /// A container holds its network interface.
     attached: bool,
+    /// It has a container whose first process is known.
     container: bool,
+    /// A program or a virtual machine has opened it.
     open: bool,
+    /// A program listens on it for RDMA connections.
     listening: bool,
+    /// Nothing uses it.
     free: bool,
 }
 
@@ -124,15 +132,17 @@ impl Now {
     }
 }
 
-/// The answer about a vRNIC.
+/// A vRNIC that was waited for.
 #[derive(Serialize)]
-struct Seen {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(crate) struct Seen {
+    /// Its name.
     name: String,
     /// The states hold that were asked for.
     reached: bool,
     #[serde(flatten)]
     now: Now,
-    /// Why they do not.
+    /// The reasons, in words, why they do not.
     lacks: Vec<String>,
 }
 

@@ -137,6 +137,45 @@ fn a_virtual_layer_that_ends_is_an_error() {
     assert!(done.status.code() == Some(1) && text.contains("no virtual layer answers in"), "{text}");
 }
 
+/// Compares JSON with a file of `tests/golden`, which `OVERWRITE=1 cargo test -p unirdma-cli --test host` writes anew.
+/// Values that differ from machine to machine are left out: the objects at `varies`, such as `dir` or `held/kept`.
+fn is_golden(name: &str, printed: &str, varies: &[&str]) {
+    let mut value: serde_json::Value = serde_json::from_str(printed).unwrap();
+    let objects = match &mut value {
+        serde_json::Value::Array(all) => all.iter_mut().collect(),
+        one => vec![one],
+    };
+    for object in objects {
+        for path in varies {
+            *object.pointer_mut(&format!("/{path}")).unwrap_or_else(|| panic!("{name} has no {path}")) =
+                "varies".into();
+        }
+    }
+    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(format!("{name}.json"));
+    let text = serde_json::to_string_pretty(&value).unwrap() + "\n";
+    if std::env::var_os("OVERWRITE").is_some() {
+        std::fs::write(&file, &text).unwrap();
+    }
+    let golden = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(golden == text, "{} is not what is printed:\n{text}", file.display());
+}
+
+#[test]
+fn json_stays_as_it_is() {
+    const VARIES: [&str; 5] = ["dir", "mac", "guid", "busy_ns", "held"];
+    let layer = Layer::start();
+    layer.ok(&["group", "add", "blue", "--weight", "200"]);
+    let add = ["vrnic", "add", "a", "--ip", "10.0.0.1/16", "--group", "blue", "--rate", "10G"];
+    is_golden("vrnic", &layer.ok(&[&add[..], &["--json"]].concat()), &VARIES);
+    let text = layer.ok(&["vrnic", "add", "b", "--ip", "10.0.0.2"]);
+    assert_eq!(text.lines().count(), 1, "{text}");
+    is_golden("vrnic", &layer.ok(&["vrnic", "show", "a", "--json"]), &VARIES);
+    is_golden("vrnics", &layer.ok(&["vrnic", "ls", "--json"]), &VARIES);
+    is_golden("vrnics", &layer.ok(&["vrnic", "show", "--json"]), &VARIES);
+    is_golden("groups", &layer.ok(&["group", "ls", "--json"]), &["weight_lacks"]);
+    is_golden("wait", &layer.ok(&["vrnic", "wait", "a", "b", "--up", "--json"]), &[]);
+}
+
 /// The words that a shell is offered for the last of these words.
 fn candidates(dir: &std::path::Path, words: &[&str]) -> Vec<String> {
     let mut c = Command::new(env!("CARGO_BIN_EXE_unirdma"));

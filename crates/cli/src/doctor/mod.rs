@@ -34,7 +34,9 @@ pub(crate) struct DoctorArgs {
     json: bool,
 }
 
+/// How bad a fact is.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 enum Level {
     Ok,
@@ -44,11 +46,15 @@ enum Level {
 
 /// A fact about this machine.
 #[derive(Debug, PartialEq, Serialize)]
-struct Finding {
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(crate) struct Finding {
+    /// How bad it is.
     level: Level,
+    /// The thing that was looked at.
     topic: &'static str,
+    /// The fact in words.
     fact: String,
-    /// The thing to do; `None` if nothing is to be done.
+    /// The thing to do; null if nothing is to be done.
     remedy: Option<String>,
 }
 
