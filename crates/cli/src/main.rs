@@ -716,6 +716,37 @@ mod tests {
         assert!(matches!(secret(&["rotate", "blue"]), Ok(Command::Secret { command: Some(_), file: None })));
     }
 
+    /// The help of a command and of those below it, as a document.
+    fn reference(command: &mut clap::Command, text: &mut String) {
+        let depth = if text.is_empty() { "#" } else { "##" };
+        let help = command.render_help().to_string();
+        let lines: Vec<&str> = help.lines().map(str::trim_end).collect();
+        let name = command.get_bin_name().unwrap_or(command.get_name()).to_owned();
+        *text += &format!("{depth} {name}\n\n```text\n{}\n```\n\n", lines.join("\n"));
+        command.get_subcommands_mut().filter(|c| !c.is_hide_set()).for_each(|c| reference(c, text));
+    }
+
+    /// Commands, with no text of this machine's environment.
+    fn without_values(command: clap::Command) -> clap::Command {
+        command.mut_args(|arg| arg.hide_env_values(true)).mut_subcommands(without_values)
+    }
+
+    /// `OVERWRITE=1 cargo test -p unirdma-cli reference` writes it anew.
+    #[test]
+    fn the_reference_is_the_help_of_all_commands() {
+        let mut commands = without_values(Cli::command()).disable_help_subcommand(true);
+        commands.build();
+        let mut text = String::new();
+        reference(&mut commands, &mut text);
+        let text = text.trim_end().to_owned() + "\n";
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/cli.md");
+        if std::env::var_os("OVERWRITE").is_some() {
+            std::fs::write(&file, &text).unwrap();
+        }
+        let written = std::fs::read_to_string(&file).unwrap_or_default();
+        assert!(written == text, "docs/cli.md is not what --help says: OVERWRITE=1 writes it anew");
+    }
+
     #[test]
     fn completed_arguments_exist() {
         let mut commands = Cli::command();
