@@ -31,6 +31,8 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host --vf-pf ens1f0,vfs=8,vlan,10.50.0.10/24   as root: a pool of 8 VFs of a real RNIC, see `unirdma vf ls`
   unirdma host --cdi /etc/cdi                            podman, docker and containerd find the vRNICs there
   unirdma host --metrics 127.0.0.1:9751                  metrics for Prometheus at http://127.0.0.1:9751/metrics
+  unirdma host --print-config > host.toml                a file with all options, to be edited
+  unirdma host --config host.toml                        with the options of that file
 
 Each group has a worker, a process of its own, which is started anew if it dies (see `unirdma status`). If `unirdma host` itself is killed, the
 workers serve on, and the next `unirdma host` with the same directory takes them over. Ctrl-C and SIGTERM end all of them.
@@ -48,6 +50,13 @@ A foreign peer knows a vRNIC by its GID, so give that vRNIC this host's own addr
 
 #[derive(Args)]
 pub(crate) struct HostArgs {
+    /// Read options from this file (TOML): each key is the name of an option without its dashes. Options of the command
+    /// line and the environment win over the file
+    #[arg(long = "config", id = "config", value_name = "FILE")]
+    _config: Option<PathBuf>,
+    /// Print all options with their values as such a file, and end
+    #[arg(long = "print-config", id = "print_config")]
+    _print_config: bool,
     /// Polling threads of each group, or fewest and most: more than the fewest come and go with the load [default: one
     /// for each core if they share them, else 1 to half as many as cores]
     #[arg(long, value_name = "N[-MOST]", value_parser = parse_pollers)]

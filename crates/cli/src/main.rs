@@ -23,6 +23,7 @@ mod exec;
 mod fleet;
 mod home;
 mod host;
+mod host_config;
 mod idmap;
 mod loader;
 mod man;
@@ -544,7 +545,7 @@ fn main() -> ExitCode {
         Some("keeper") => ended(host::keeper().map(|()| 0)),
         _ => {
             completion::answer(Cli::command);
-            ended(command(Cli::parse()))
+            ended(command(host_config::parse()))
         }
     }
 }
