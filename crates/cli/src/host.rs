@@ -107,6 +107,10 @@ pub(crate) struct HostArgs {
     /// a user, else nobody]
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
+    /// The users of this group may use the virtual layer as its own user may: make and remove vRNICs, run programs with
+    /// them, capture their packets
+    #[arg(long, value_name = "NAME")]
+    admin_group: Option<String>,
     /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Anyone who can connect can read the names and the
     /// activity of groups and vRNICs
     #[arg(long, value_name = "ADDR:PORT")]
@@ -256,7 +260,9 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let cdi = engines(&dir, args.cdi.as_deref())?;
     let isolation = Isolation::Processes;
     let (user, ends_unused) = (args.user.clone(), args.ends_unused);
-    let config = HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, cdi, ends_unused };
+    let admin_group = args.admin_group.clone();
+    let config =
+        HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, cdi, admin_group, ends_unused };
     let ready = || eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     serve(&config, stop.as_fd(), ready, || log_signal(stop.as_fd()))
 }

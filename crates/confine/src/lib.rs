@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 pub use cgroup::{Cgroup, CgroupError, CgroupLimits, Cgroups, MAX_GROUP_WEIGHT, USUAL_GROUP_WEIGHT};
 pub use limits::{Limits, raise_descriptors};
-pub use privilege::{Needs, User, confine_supervisor};
+pub use privilege::{Needs, User, confine_supervisor, group_named};
 pub use seccomp::Kind;
 
 /// The operator's options for workers.

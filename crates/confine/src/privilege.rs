@@ -43,6 +43,26 @@ impl User {
     }
 }
 
+/// The id of a group of users of this machine.
+///
+/// # Errors
+/// One line, also if there is none of this name.
+pub fn group_named(name: &str) -> io::Result<u32> {
+    let c = CString::new(name)?;
+    let mut room = vec![0u8; 1 << 16];
+    // SAFETY: an all-zero group is valid: its pointers are null and never followed.
+    let mut group: libc::group = unsafe { std::mem::zeroed() };
+    let mut found = std::ptr::null_mut();
+    // SAFETY: the name ends with a zero, and the structure, the room of the given length and the pointer are ours.
+    let e =
+        unsafe { libc::getgrnam_r(c.as_ptr(), &raw mut group, room.as_mut_ptr().cast(), room.len(), &raw mut found) };
+    match (e, found.is_null()) {
+        (0 | libc::ENOENT | libc::ESRCH, true) => Err(invalid(format!("there is no group of users {name:?}"))),
+        (0, false) => Ok(group.gr_gid),
+        (e, _) => Err(io::Error::from_raw_os_error(e)),
+    }
+}
+
 fn invalid(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }

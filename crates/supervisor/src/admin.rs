@@ -3,10 +3,11 @@
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde::{Deserialize, Serialize};
 
 use unirdma_confine::InForce;
@@ -311,16 +312,56 @@ pub enum Response {
     Error(String),
 }
 
+/// Connections that may wait to be accepted: as many as the kernel allows.
+const BACKLOG: i32 = -1;
 /// Longest request line, bytes.
 const MAX_LINE: usize = 64 << 10;
 
-/// Opens the socket. Only its owner can connect.
-pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
-    let _ = std::fs::remove_file(path);
-    let l = UnixListener::bind(path)
-        .map_err(|e| io::Error::new(e.kind(), format!("cannot listen on {}: {e}", path.display())))?;
-    std::fs::set_permissions(path, PermissionsExt::from_mode(0o600))?;
-    Ok(l)
+/// The socket, which does not answer yet. Its file lasts as long as this, and so does a directory without vRNICs.
+pub(crate) struct Bound {
+    socket: OwnedFd,
+    path: PathBuf,
+    vrnics: PathBuf,
+}
+
+impl Bound {
+    /// Begins to answer.
+    pub fn listen(&self) -> io::Result<UnixListener> {
+        rustix::net::listen(&self.socket, BACKLOG)?;
+        Ok(self.socket.try_clone()?.into())
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+        let _ = std::fs::remove_dir(&self.vrnics);
+    }
+}
+
+/// Makes the socket and the directory of vRNICs' directories. Only their owner can use them, and the users of `group`.
+/// It gives them to the group, for which a supervisor of root has no right any more later.
+pub(crate) fn bind(dir: &Path, group: Option<&str>) -> io::Result<Bound> {
+    let path = dir.join(crate::ADMIN_SOCKET);
+    let vrnics = dir.join("vrnics");
+    let gid = group.map(unirdma_confine::group_named).transpose()?;
+    let _ = std::fs::remove_file(&path);
+    let bind = || {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        rustix::net::bind(&socket, &SocketAddrUnix::new(&path)?)?;
+        Ok(Bound { socket, path: path.clone(), vrnics: vrnics.clone() })
+    };
+    let bound = bind().map_err(crate::context("cannot listen on", &path))?;
+    let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&vrnics);
+    make.map_err(crate::context("cannot create", &vrnics))?;
+    for (path, of_owner, of_group) in [(&path, 0o600, 0o660), (&vrnics, 0o700, 0o750)] {
+        if gid.is_some() {
+            chown(path, None, gid).map_err(crate::context("cannot give a group (--admin-group)", path))?;
+        }
+        let mode = if gid.is_some() { of_group } else { of_owner };
+        std::fs::set_permissions(path, PermissionsExt::from_mode(mode))?;
+    }
+    Ok(bound)
 }
 
 /// Serves one connection: passes each request to `handle`, which returns `None` when the host stops.
@@ -369,7 +410,7 @@ impl Client {
         let stream = UnixStream::connect(&path).map_err(|e| {
             let hint = match e.kind() {
                 io::ErrorKind::PermissionDenied => {
-                    "it belongs to another user; run as that user, or serve your own with `unirdma host`"
+                    "it belongs to another user; be that user or one of its --admin-group, or serve your own with `unirdma host`"
                 }
                 _ => "start one with `unirdma host`, or name its directory with --dir",
             };

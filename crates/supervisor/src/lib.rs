@@ -65,6 +65,8 @@ pub struct HostConfig {
     pub vfs: Option<unirdma_vf::Config>,
     /// The files that offer vRNICs and groups to container engines; `None`: none.
     pub cdi: Option<cdi::Cdi>,
+    /// The group of users that may administer it, beside its own user; `None`: none.
+    pub admin_group: Option<String>,
     /// It ends with its last vRNIC, or after half a minute without one.
     pub ends_unused: bool,
 }
@@ -262,9 +264,10 @@ pub fn serve(
     }
     let scrapers = config.metrics.as_ref().map(metrics::listen).transpose()?;
     let identity = config.centre.as_ref().map(supervisor::identity).transpose()?;
+    let admin = admin::bind(dir, config.admin_group.as_deref())?;
     let supervisor = supervisor::Supervisor::open(config)?;
     let serve = || {
-        let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
+        let admin = admin.listen()?;
         let metrics = config.metrics.as_ref().zip(scrapers);
         supervisor.start_pool()?;
         let _metrics = metrics.map(|(m, s)| metrics::Metrics::start(s, m, supervisor.clone())).transpose()?;
@@ -274,7 +277,7 @@ pub fn serve(
     };
     let result = serve();
     supervisor.end();
-    for f in [ADMIN_SOCKET, fdstore::SOCKET, network::ORDER_FILE] {
+    for f in [fdstore::SOCKET, network::ORDER_FILE] {
         let _ = std::fs::remove_file(dir.join(f));
     }
     for d in ["vrnics", "workers"] {

@@ -90,6 +90,7 @@ impl TestHost {
             metrics: None,
             vfs: None,
             cdi: None,
+            admin_group: None,
             ends_unused: false,
         };
         let s = stop.clone();

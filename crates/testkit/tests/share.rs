@@ -29,6 +29,7 @@ fn host(dir: &str) -> ! {
         metrics: None,
         vfs: None,
         cdi: None,
+        admin_group: None,
         ends_unused: false,
         centre: None,
     };

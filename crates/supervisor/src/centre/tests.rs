@@ -175,6 +175,7 @@ impl TestHost {
             metrics: None,
             vfs: None,
             cdi: None,
+            admin_group: None,
             ends_unused: false,
             wire: Some(WireConfig::new(vec![address.into()], None)),
             centre: Some(CentreConfig {

@@ -204,11 +204,10 @@ impl Supervisor {
 
     /// Starts the keeper and the default group, or takes over what an earlier supervisor has left.
     fn begin(self: &Arc<Self>, takeover: Option<Takeover>) -> io::Result<()> {
-        for d in [self.around.doors.clone(), self.dir.join("vrnics")] {
-            let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&d);
-            make.map_err(crate::context("cannot create", &d))?;
-            std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
-        }
+        let doors = &self.around.doors;
+        let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(doors);
+        make.map_err(crate::context("cannot create", doors))?;
+        std::fs::set_permissions(doors, PermissionsExt::from_mode(0o700))?;
         if matches!(self.around.isolation, Isolation::Processes) {
             match takeover {
                 Some(h) => self.take_over(h),
