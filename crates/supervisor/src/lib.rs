@@ -25,6 +25,7 @@ mod peer_change;
 mod peer_source;
 mod peers_file;
 mod process;
+mod service_manager;
 mod supervisor;
 mod vf;
 
@@ -262,6 +263,7 @@ pub fn serve(
     if !config.wire.as_ref().is_some_and(|w| w.firewall) {
         firewall::remove_stale(dir);
     }
+    let mut manager = service_manager::ServiceManager::find(!config.ends_unused);
     let scrapers = config.metrics.as_ref().map(metrics::listen).transpose()?;
     let identity = config.centre.as_ref().map(supervisor::identity).transpose()?;
     let admin = admin::bind(dir, config.admin_group.as_deref())?;
@@ -273,9 +275,11 @@ pub fn serve(
         let _metrics = metrics.map(|(m, s)| metrics::Metrics::start(s, m, supervisor.clone())).transpose()?;
         identity.map(|i| supervisor.join(i)).transpose()?;
         ready();
-        supervisor.run(stop, &admin).inspect(|()| stopping())
+        manager.ready(&supervisor.summary());
+        supervisor.run(stop, &admin, &mut manager).inspect(|()| stopping())
     };
     let result = serve();
+    manager.stopping();
     supervisor.end();
     for f in [fdstore::SOCKET, network::ORDER_FILE] {
         let _ = std::fs::remove_file(dir.join(f));

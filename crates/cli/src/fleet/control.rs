@@ -154,6 +154,7 @@ async fn serve(options: &unirdma_control::Options, stop: OwnedFd) -> io::Result<
     if let Some(at) = listening.metrics {
         println!("unirdma control: metrics at http://{at}/metrics");
     }
+    sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
     let leave = listening.leave();
     let ended = tokio::select! {
         ended = listening.serve() => ended,

@@ -48,6 +48,7 @@ use crate::cdi::{Cdi, Class};
 use crate::fdstore::Keeper;
 use crate::network::{Network, PeerUpdate};
 use crate::peer_source::CentrePeers;
+use crate::service_manager::ServiceManager;
 use crate::vf::{Lender, Pool, PoolThread, serve_programs};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member, SupervisorShared, Taken};
@@ -362,11 +363,24 @@ impl Supervisor {
         });
     }
 
-    /// Serves until `stop` becomes readable.
+    /// The numbers of vRNICs and groups, in one line.
+    pub fn summary(&self) -> String {
+        let names = self.names();
+        let counted = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+        let (vrnics, groups) = (counted(names.vrnics.len(), "vRNIC"), counted(names.groups.len(), "group"));
+        format!("Serving {vrnics} in {groups}")
+    }
+
+    /// Serves until `stop` becomes readable. Each turn of the loop lets the service manager know that it goes on.
     ///
     /// # Errors
     /// Errors of epoll.
-    pub fn run(self: &Arc<Self>, stop: BorrowedFd<'_>, admin: &UnixListener) -> io::Result<()> {
+    pub fn run(
+        self: &Arc<Self>,
+        stop: BorrowedFd<'_>,
+        admin: &UnixListener,
+        manager: &mut ServiceManager,
+    ) -> io::Result<()> {
         self.watch(stop, STOP);
         self.watch(admin.as_fd(), ADMIN);
         if let Some(n) = &self.around.network {
@@ -375,7 +389,9 @@ impl Supervisor {
         self.watch_unused();
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
-            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, None) {
+            // The summary takes the lock of the names, so a thread that does not give that back is noticed, too.
+            let limit = manager.keep_alive(|| self.summary()).and_then(|d| d.try_into().ok());
+            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
