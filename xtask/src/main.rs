@@ -88,7 +88,9 @@ enum Command {
     /// Make a book of the documents, in target/book, and check its links
     Book,
     /// Build a package of the product, in target/package
-    #[command(after_help = "Example:\n  cargo xtask package wheel && pip install target/package/unirdma-*.whl")]
+    #[command(
+        after_help = "Examples:\n  cargo xtask package wheel && pip install target/package/unirdma-*.whl\n  cargo xtask package deb && sudo apt install ./target/package/unirdma_*.deb ./target/package/unirdma-libs_*.deb\n  cargo xtask package tar"
+    )]
     Package {
         #[command(subcommand)]
         what: Package,
@@ -117,6 +119,10 @@ enum Package {
     Wheel,
     /// Manual pages, one for each command, in target/package/man
     Man,
+    /// For Debian: the program with its service, libraries, control centre, and what virtual machines need
+    Deb,
+    /// An archive with install.sh, for other distributions
+    Tar,
 }
 
 #[derive(Subcommand)]
@@ -164,12 +170,14 @@ fn run(command: Command) -> Result<()> {
             println!("{}", book::make()?.display());
             Ok(())
         }
-        Command::Package { what: Package::Man } => {
-            println!("{}", manual::pages()?.display());
-            Ok(())
-        }
-        Command::Package { what: Package::Wheel } => {
-            println!("{}", package::wheel()?.display());
+        Command::Package { what } => {
+            let made = match what {
+                Package::Wheel => vec![package::wheel()?],
+                Package::Man => vec![manual::pages()?],
+                Package::Deb => package::deb()?,
+                Package::Tar => vec![package::tar()?],
+            };
+            made.iter().for_each(|file| println!("{}", file.display()));
             Ok(())
         }
         Command::TcpPeer { to } => tcp::peer(to),

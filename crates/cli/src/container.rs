@@ -101,15 +101,17 @@ enum Net {
     Host,
 }
 
-/// The directory with our libibverbs: beside the program, where packages put it, or written by a program that carries
-/// it.
+/// The directory with our libibverbs: beside the program, below the program's prefix, where packages put it, or written
+/// by a program that carries it.
 pub(crate) fn library_dir() -> io::Result<PathBuf> {
     if let Some(d) = std::env::var_os("UNIRDMA_LIBDIR") {
         return Ok(d.into());
     }
     let exe = std::env::current_exe()?;
     let beside = exe.parent().map(|p| p.join("dropin"));
-    let candidates = [beside, Some("/usr/lib/unirdma".into()), Some("/usr/local/lib/unirdma".into())];
+    let lib = exe.parent().and_then(Path::parent).map(|prefix| prefix.join("lib"));
+    let of_debian = format!("{}-linux-gnu/unirdma", std::env::consts::ARCH);
+    let candidates = [beside, lib.as_ref().map(|l| l.join(of_debian)), lib.as_ref().map(|l| l.join("unirdma"))];
     let found = candidates.into_iter().flatten().find(|d| d.join("libibverbs.so.1").exists());
     let found = found.map_or_else(carried::directory, |found| Ok(Some(found)))?;
     found.ok_or_else(|| io::Error::other("libibverbs.so.1 is not beside this program; build all with `cargo build --release`, or name its directory in UNIRDMA_LIBDIR"))

@@ -1,5 +1,6 @@
 //! Packages, installed and used as their users do.
 
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -49,6 +50,40 @@ impl Installed {
         Output::of(c.env_remove("XDG_CACHE_HOME").env_remove("UNIRDMA_HOST_DIR").current_dir(self.dir.join("project")))
     }
 }
+
+/// Runs as the first process of a bare Debian, which has the packages in /mnt. Ends at the first command that fails.
+const IN_DEBIAN: &str = r#"set -eu
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive
+files() { find / -xdev ! -path '/var/lib/dpkg/*' ! -path '/var/log/*' ! -path '/etc/*-' ! -path '/tmp/*' | sort; }
+files >/tmp/before
+here="/mnt/unirdma_*.deb /mnt/unirdma-libs_*.deb /mnt/unirdma-control_*.deb /mnt/unirdma-provider_*.deb"
+dpkg --install $here
+unirdma --version
+unirdma with 2 -q -- ibv_devices
+echo 'admin-group = "unirdma"' >>/etc/unirdma/host.toml
+unirdma --dir /tmp/none host --admin-group nobodys 2>&1 | grep 'there is no group of users "nobodys"'
+unirdma host --config /etc/unirdma/host.toml --polling shared &
+host=$!
+until unirdma status >/tmp/status 2>/dev/null; do kill -0 $host; sleep 0.1; done
+grep 'user (unirdma, uid' /tmp/status
+unirdma vrnic add a -q
+as() { setpriv --reuid 65534 --regid 65534 --groups "$1" unirdma --dir /run/unirdma vrnic ls -q; }
+echo "the group sees: $(as unirdma)"
+as 65534 2>&1 || echo "others see nothing"
+dpkg --install $here
+kill -0 $host
+unirdma vrnic ls -q
+kill $host
+wait $host
+dpkg --purge unirdma unirdma-libs unirdma-control unirdma-provider
+files >/tmp/after
+diff /tmp/before /tmp/after
+for left in "test -e /run/unirdma" "getent passwd unirdma unirdma-control" "getent group unirdma"
+do
+    if $left; then echo "$left"; exit 1; fi
+done
+echo "nothing is left"
+"#;
 
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN, packages::PACKAGE]);
@@ -107,5 +142,90 @@ pub(crate) fn tests(t: &mut Tests) {
         step.args(["--reuid", &id, "--regid", &id, "--clear-groups", "sh", "-c", &script]).env("HOME", &temporary);
         let o = Output::of(&mut step);
         require(o.ok() && o.text.starts_with("v1 v2\n") && o.text.contains("unirdma0"), o.text)
+    });
+    t.test("package: a service manager is told when the host is ready, that it lives, and that it ends", || {
+        let lab = Lab::start(Some(own_user()))?;
+        let address = lab.dir.join("notify");
+        let socket = UnixDatagram::bind(&address).map_err(failed("the socket"))?;
+        socket.set_read_timeout(Some(Duration::from_secs(10))).map_err(failed("the socket"))?;
+        let next = || -> Result<String> {
+            let mut text = [0; 512];
+            let length = socket.recv(&mut text).map_err(failed("a message of the host"))?;
+            Ok(String::from_utf8_lossy(&text[..length]).into_owned())
+        };
+        let own = lab.dir.join("service");
+        let host = |more: &[&str]| {
+            let mut c = Command::new(harness::unirdma());
+            c.arg("--dir").arg(&own).args(["host", "--polling", "shared"]).args(more);
+            c.env("NOTIFY_SOCKET", &address).env("WATCHDOG_USEC", "200000");
+            Running::start(c, &lab.dir.join("service.log"))
+        };
+        let service = host(&[])?;
+        let ready = next()?;
+        require(ready.contains("READY=1") && ready.contains("STATUS=Serving 0 vRNICs in 1 group"), ready)?;
+        let mut client = Command::new(harness::unirdma());
+        let o = Output::of(client.arg("--dir").arg(&own).args(["vrnic", "add", "a", "-q"]));
+        require(o.ok(), o.text)?;
+        // The third sign of life comes after more than the watchdog's time, and the vRNIC is there by then.
+        let mut alive = String::new();
+        for _ in 0..3 {
+            alive = next()?;
+            require(alive.contains("WATCHDOG=1"), alive.clone())?;
+        }
+        require(alive.contains("STATUS=Serving 1 vRNIC in 1 group"), alive)?;
+        service.interrupt();
+        let mut last = next()?;
+        while last.contains("WATCHDOG=1") {
+            last = next()?;
+        }
+        require(last.contains("STOPPING=1"), last)?;
+        let o = service.finish();
+        require(o.ok(), o.text)?;
+        // One that a command starts is no service.
+        let service = host(&["--ends-unused"])?;
+        soon(|| own.join("admin.sock").exists(), "the host does not answer")?;
+        service.interrupt();
+        require(service.finish().ok(), "it did not end well")?;
+        socket.set_nonblocking(true).map_err(failed("the socket"))?;
+        require(next().is_err(), "a host that is no service has said something")
+    });
+    debian(t);
+}
+
+fn debian(t: &mut Tests) {
+    t.topic(&[packages::RUN, packages::DEB, packages::RELEASES]);
+    t.need_root("only root can install packages of Debian");
+    t.test("package: Debian's packages install without Rust, an upgrade ends nothing, purge leaves nothing", || {
+        let lab = Lab::start(None)?;
+        let debs = harness::package::deb()?;
+        let root = harness::package::bare_debian()?;
+        let names: Vec<_> = debs.iter().filter_map(|d| d.file_name()?.to_str()?.split('_').next()).collect();
+        require(
+            names == ["unirdma-control", "unirdma-dkms", "unirdma-libs", "unirdma-provider", "unirdma"],
+            names.join(" "),
+        )?;
+        let dkms = Output::of(Command::new("dpkg-deb").arg("--contents").arg(&debs[1]));
+        for file in ["dkms.conf", "main.c", "probe/baseline.c"] {
+            require(dkms.text.contains(&format!("/usr/src/unirdma_rdma-0.1.0/{file}")), dkms.text.clone())?;
+        }
+        let own = lab.dir.join("debian");
+        std::fs::create_dir_all(&own).map_err(failed("the directory"))?;
+        let steps = lab.dir.join("steps");
+        std::fs::write(&steps, IN_DEBIAN).map_err(failed("the steps"))?;
+        let files: Vec<String> = debs.iter().chain([&steps]).map(|f| f.display().to_string()).collect();
+        // All of it ends with these namespaces.
+        let enter = format!(
+            "set -e; mount -t tmpfs tmpfs {own}; cd {own}; cp {files} .; mkdir up work root; \
+             mount -t overlay -o lowerdir={root},upperdir=up,workdir=work overlay root; cd root; \
+             mount -t proc proc proc; mount --rbind /dev dev; mount --rbind /sys sys; mount -t tmpfs tmpfs run; \
+             mount --bind .. mnt; pivot_root . .; umount -l .; cd /; exec sh /mnt/steps",
+            own = own.display(),
+            files = files.join(" "),
+            root = root.display(),
+        );
+        let mut c = Command::new("unshare");
+        let o = Output::of(c.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-c", &enter]));
+        let lines = ["the group sees: a", "others see nothing", "nothing is left"];
+        require(o.ok() && lines.iter().all(|l| o.text.contains(l)) && o.text.contains("unirdma0"), o.text)
     });
 }

@@ -35,6 +35,140 @@ fn stripped(file: &Path, dir: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+fn symlink(to: &str, at: &Path) -> Result<()> {
+    std::os::unix::fs::symlink(to, at).map_err(of(at))
+}
+
+fn succeed(what: &str, command: &mut Command) -> Result<()> {
+    let o = Output::of(command);
+    if o.ok() { Ok(()) } else { Err(format!("{what}: {}", o.text)) }
+}
+
+/// An empty directory.
+fn fresh(dir: &Path) -> Result<()> {
+    if dir.exists() {
+        std::fs::remove_dir_all(dir).map_err(of(dir))?;
+    }
+    std::fs::create_dir_all(dir).map_err(of(dir))
+}
+
+/// Copies files and directories into a directory.
+fn copy(from: &[PathBuf], to: &Path) -> Result<()> {
+    std::fs::create_dir_all(to).map_err(of(to))?;
+    succeed("cp", Command::new("cp").arg("-r").args(from).arg(to))
+}
+
+/// Writes the built product as it is installed: `bin`, `lib` and `share` belong below a prefix, `etc` below the root.
+/// All packages have the files in `share`, so pages of the manual belong there too.
+fn product(to: &Path) -> Result<()> {
+    fresh(to)?;
+    let (exe, tree) = (unirdma(), root());
+    let put = |from: &Path, name: &str| write(&to.join(name), &stripped(from, to)?);
+    put(&exe, "bin/unirdma")?;
+    let program = to.join("bin/unirdma");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).map_err(of(&program))?;
+    for library in ["libibverbs.so.1", "libunirdma-preload.so"] {
+        put(&exe.with_file_name("dropin").join(library), &format!("lib/unirdma/{library}"))?;
+    }
+    // One file, so that a program has one state.
+    symlink("libibverbs.so.1", &to.join("lib/unirdma/librdmacm.so.1"))?;
+    let config = Output::of(Command::new(&exe).args(["host", "--print-config"]).env_clear());
+    if !config.ok() {
+        return Err(format!("host --print-config: {}", config.text));
+    }
+    write(&to.join("etc/unirdma/host.toml"), config.text.as_bytes())?;
+    copy(&[tree.join("README.md"), tree.join("docs/user")], &to.join("share/doc/unirdma"))?;
+    copy(&[tree.join("docs/grafana")], &to.join("share/unirdma"))?;
+    copy(&[tree.join("packaging/systemd")], to)
+}
+
+/// Builds Debian's packages. Returns the files.
+///
+/// # Errors
+/// The step that failed.
+pub fn deb() -> Result<Vec<PathBuf>> {
+    packages::ensure(&[packages::DEB])?;
+    build()?;
+    let changelog = root().join("debian/changelog");
+    let first = std::fs::read_to_string(&changelog).map_err(of(&changelog))?;
+    if !first.starts_with(&format!("unirdma ({VERSION})")) {
+        return Err(format!("debian/changelog does not begin with version {VERSION}"));
+    }
+    let to = root().join("target/package");
+    let all = to.join("deb");
+    fresh(&all)?;
+    let tree = all.join("unirdma");
+    copy(&[root().join("debian")], &tree)?;
+    copy(&[root().join("guest/linux")], &tree.join("guest"))?;
+    let built = tree.join("built");
+    product(&built)?;
+    let provider = stripped(&unirdma().with_file_name("libunirdma_provider.so"), &built)?;
+    write(&built.join("provider/libunirdma-rdmav34.so"), &provider)?;
+    let mut pack = Command::new("dpkg-buildpackage");
+    succeed("dpkg-buildpackage", pack.args(["-b", "-us", "-uc"]).current_dir(&tree))?;
+    let mut made = Vec::new();
+    for entry in std::fs::read_dir(&all).map_err(of(&all))? {
+        let file = entry.map_err(of(&all))?.path();
+        if file.extension().is_some_and(|e| e == "deb") {
+            let name = file.file_name().unwrap_or_default();
+            std::fs::rename(&file, to.join(name)).map_err(of(&file))?;
+            made.push(to.join(name));
+        }
+    }
+    made.sort();
+    std::fs::remove_dir_all(&all).map_err(of(&all))?;
+    Ok(made)
+}
+
+/// Packages that ours depend on, or that the tests use, beyond those that every Debian has.
+const BARE: &str = "--include=ibverbs-utils,mount,passwd,systemd-standalone-sysusers";
+
+/// A root directory of this machine's release of Debian, in which packages can be installed. It is downloaded once and
+/// must not be changed.
+///
+/// # Errors
+/// The failed download.
+pub fn bare_debian() -> Result<PathBuf> {
+    let release = std::fs::read_to_string("/etc/os-release").map_err(of(Path::new("/etc/os-release")))?;
+    let release = release.lines().find_map(|l| l.strip_prefix("VERSION_CODENAME=")).unwrap_or("stable");
+    let dir = root().join("target").join(format!("bare-{release}"));
+    if dir.exists() {
+        return Ok(dir);
+    }
+    println!("downloading a bare Debian for packages");
+    let new = dir.with_extension("new");
+    fresh(&new)?;
+    let unread = ["doc", "locale", "man"].map(|d| format!("--dpkgopt=path-exclude=/usr/share/{d}/*"));
+    let signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]";
+    let source = format!("deb {signed} {} {release} main", packages::mirror());
+    let mut make = Command::new("mmdebstrap");
+    make.args(["--quiet", "--variant=essential", BARE]).args(unread).arg(release).arg(&new).arg(source);
+    succeed("mmdebstrap", &mut make)?;
+    std::fs::rename(&new, &dir).map_err(of(&dir))?;
+    Ok(dir)
+}
+
+/// Builds an archive with `install.sh`. Returns the file.
+///
+/// # Errors
+/// The step that failed.
+pub fn tar() -> Result<PathBuf> {
+    packages::ensure(&[packages::PACKAGE])?;
+    build()?;
+    let to = root().join("target/package");
+    let name = format!("unirdma-{VERSION}-{}-linux", std::env::consts::ARCH);
+    let tree = to.join(&name);
+    product(&tree)?;
+    let own = ["packaging/tar/install.sh", "LICENSE-APACHE", "LICENSE-MIT"];
+    copy(&own.map(|file| root().join(file)), &tree)?;
+    let file = to.join(format!("{name}.tar.gz"));
+    let mut pack = Command::new("tar");
+    pack.args(["--owner=0", "--group=0", "--sort=name", "-czf"]).arg(&file).arg("-C").arg(&to).arg(&name);
+    succeed("tar", &mut pack)?;
+    std::fs::remove_dir_all(&tree).map_err(of(&tree))?;
+    Ok(file)
+}
+
 /// The program with the libraries at its end: one file that is the whole installation.
 fn whole_program(dir: &Path) -> Result<Vec<u8>> {
     let exe = unirdma();

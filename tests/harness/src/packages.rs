@@ -102,6 +102,14 @@ pub const COMMAND_LINE: Needed = &[
     ("/usr/bin/mandoc", "mandoc"),
 ];
 
+/// Packages for building Debian's packages.
+pub const DEB: Needed = &[
+    ("/usr/bin/dh", "debhelper"),
+    ("/usr/bin/dh_dkms", "dh-dkms"),
+    ("/usr/bin/dpkg-buildpackage", "dpkg-dev"),
+    ("/usr/bin/strip", "binutils"),
+];
+
 /// All packages of the tests.
 pub const ALL: &[Needed] = &[
     RUN,
@@ -121,6 +129,7 @@ pub const ALL: &[Needed] = &[
     PAGE,
     PACKAGE,
     COMMAND_LINE,
+    DEB,
 ];
 
 /// Packages for looking at the control centre's page.
