@@ -261,8 +261,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let isolation = Isolation::Processes;
     let (user, ends_unused) = (args.user.clone(), args.ends_unused);
     let admin_group = args.admin_group.clone();
-    let config =
-        HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, cdi, admin_group, ends_unused };
+    let config = HostConfig { dir, engine, wire, centre, isolation, user, metrics, vfs, cdi, admin_group, ends_unused };
     let ready = || eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     serve(&config, stop.as_fd(), ready, || log_signal(stop.as_fd()))
 }

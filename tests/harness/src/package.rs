@@ -59,7 +59,6 @@ fn copy(from: &[PathBuf], to: &Path) -> Result<()> {
 }
 
 /// Writes the built product as it is installed: `bin`, `lib` and `share` belong below a prefix, `etc` below the root.
-/// All packages have the files in `share`, so pages of the manual belong there too.
 fn product(to: &Path) -> Result<()> {
     fresh(to)?;
     let (exe, tree) = (unirdma(), root());
@@ -72,14 +71,25 @@ fn product(to: &Path) -> Result<()> {
     }
     // One file, so that a program has one state.
     symlink("libibverbs.so.1", &to.join("lib/unirdma/librdmacm.so.1"))?;
-    let config = Output::of(Command::new(&exe).args(["host", "--print-config"]).env_clear());
-    if !config.ok() {
-        return Err(format!("host --print-config: {}", config.text));
+    write(&to.join("etc/unirdma/host.toml"), said(&exe, &["host", "--print-config"])?.as_bytes())?;
+    let pages = to.join("share/man/man1");
+    said(&exe, &["man", &pages.display().to_string()])?;
+    for (shell, file) in [
+        ("bash", "bash-completion/completions/unirdma"),
+        ("zsh", "zsh/vendor-completions/_unirdma"),
+        ("fish", "fish/vendor_completions.d/unirdma.fish"),
+    ] {
+        write(&to.join("share").join(file), said(&exe, &["completion", shell])?.as_bytes())?;
     }
-    write(&to.join("etc/unirdma/host.toml"), config.text.as_bytes())?;
     copy(&[tree.join("README.md"), tree.join("docs/user")], &to.join("share/doc/unirdma"))?;
     copy(&[tree.join("docs/grafana")], &to.join("share/unirdma"))?;
     copy(&[tree.join("packaging/systemd")], to)
+}
+
+/// The output of a command of the built program.
+fn said(exe: &Path, args: &[&str]) -> Result<String> {
+    let o = Output::of(Command::new(exe).args(args).env_clear());
+    if o.ok() { Ok(o.text) } else { Err(format!("unirdma {}: {}", args.join(" "), o.text)) }
 }
 
 /// Builds Debian's packages. Returns the files.
