@@ -87,7 +87,7 @@ const EXAMPLES: &str = "Examples:
 enum Command {
     /// Serve vRNICs on this host until interrupted
     #[command(after_help = host::EXAMPLES)]
-    Host(host::HostArgs),
+    Host(Box<host::HostArgs>),
     /// Serve the vRNICs of a group. `unirdma host` starts it, without these arguments being parsed, see `main`
     #[command(hide = true)]
     Worker {
