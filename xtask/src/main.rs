@@ -10,7 +10,7 @@ mod test;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use harness::{Result, book, cleanup, cluster, conformance, manual, package, tcp, vm};
+use harness::{Result, book, cleanup, cluster, conformance, package, tcp, vm};
 
 /// Commands of the uniRDMA project.
 #[derive(Parser)]
@@ -173,7 +173,7 @@ fn run(command: Command) -> Result<()> {
         Command::Package { what } => {
             let made = match what {
                 Package::Wheel => vec![package::wheel()?],
-                Package::Man => vec![manual::pages()?],
+                Package::Man => vec![package::man()?],
                 Package::Deb => package::deb()?,
                 Package::Tar => vec![package::tar()?],
             };

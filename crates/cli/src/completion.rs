@@ -13,10 +13,10 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter};
 use clap_complete::env::{Bash, CompleteEnv, EnvCompleter, Fish, Shells, Zsh};
-use unirdma_supervisor::admin::{self, Request, Response};
+use unirdma_supervisor::admin::Names;
 use unirdma_supervisor::{Client, default_dir};
 
-use crate::vrnics::in_time;
+use crate::vrnics::{self, in_time};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   source <(unirdma completion bash)     in this bash; as a line of ~/.bashrc, in all that start from now on
@@ -123,13 +123,10 @@ fn given(option: &str, words: impl Iterator<Item = String>) -> Option<String> {
 }
 
 /// The names of the virtual layer.
-fn names() -> io::Result<admin::Names> {
+fn names() -> io::Result<Names> {
     let dir = given("--dir", words()).map(PathBuf::from);
     let dir = dir.or_else(|| std::env::var_os("UNIRDMA_HOST_DIR").map(PathBuf::from)).unwrap_or_else(default_dir);
-    match Client::connect(&dir)?.ask(&Request::Names, None)? {
-        Response::Names(names) => Ok(names),
-        _ => Ok(admin::Names::default()),
-    }
+    vrnics::all_names(&mut Client::connect(&dir)?)
 }
 
 /// The programs in the directories of PATH whose names begin with this.

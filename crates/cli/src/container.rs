@@ -136,10 +136,8 @@ pub(crate) fn device_names(first: &str, count: usize) -> io::Result<Vec<String>>
 ///
 /// # Errors
 /// One line: there is none of a name, or they cannot be in one container.
-pub(crate) fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, VrnicInfo)>> {
-    if names.len() > MAX_VRNICS {
-        return Err(io::Error::other(format!("a container has at most {MAX_VRNICS} vRNICs")));
-    }
+fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, VrnicInfo)>> {
+    check_count(names.len())?;
     let mut all = Vec::new();
     for name in names {
         let mut client = Client::connect(dir)?;
@@ -147,6 +145,14 @@ pub(crate) fn named(dir: &Path, names: &[String]) -> io::Result<Vec<(Client, Vrn
         add_to(&mut all, client, info)?;
     }
     Ok(all)
+}
+
+/// Checks how many vRNICs a container is to have.
+pub(crate) fn check_count(vrnics: usize) -> io::Result<()> {
+    if vrnics > MAX_VRNICS {
+        return Err(io::Error::other(format!("a container has at most {MAX_VRNICS} vRNICs")));
+    }
+    Ok(())
 }
 
 /// Adds a vRNIC to a container's.

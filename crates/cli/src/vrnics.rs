@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::Client;
-use unirdma_supervisor::admin::{Request, Response};
+use unirdma_supervisor::admin::{Names, Request, Response};
 
 /// Whether the error of a request means that the virtual layer has ended, or closed the connection.
 pub(crate) fn has_ended(e: &io::Error) -> bool {
@@ -26,12 +26,17 @@ pub(crate) fn show(client: &mut Client, name: &str) -> io::Result<VrnicInfo> {
     ask(client, &Request::VrnicShow { name: name.into() })
 }
 
-/// The names of all vRNICs.
-pub(crate) fn names(client: &mut Client) -> io::Result<Vec<String>> {
+/// The names of all vRNICs and groups.
+pub(crate) fn all_names(client: &mut Client) -> io::Result<Names> {
     match client.ask(&Request::Names, None)? {
-        Response::Names(all) => Ok(all.vrnics),
+        Response::Names(all) => Ok(all),
         _ => Err(io::Error::other("unexpected answer of the virtual layer")),
     }
+}
+
+/// The names of all vRNICs.
+pub(crate) fn names(client: &mut Client) -> io::Result<Vec<String>> {
+    Ok(all_names(client)?.vrnics)
 }
 
 /// All vRNICs, except those that are removed meanwhile.

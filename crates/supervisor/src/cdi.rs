@@ -44,7 +44,7 @@ impl Class {
 /// The files of a virtual layer.
 #[derive(Clone, Debug)]
 pub struct Cdi {
-    /// The directory, which need not exist.
+    /// The directory, which exists.
     pub directory: PathBuf,
     /// The program that engines run: this one.
     pub program: PathBuf,
@@ -55,21 +55,16 @@ impl Cdi {
         self.directory.join(format!("{}-{name}.json", class.kind().replace('/', "-")))
     }
 
-    /// Removes the files of vRNICs and groups that an earlier virtual layer has left.
+    /// Removes the files of all vRNICs and groups, also those that an earlier virtual layer has left.
     ///
     /// # Errors
-    /// The directory cannot be made or read.
-    pub(crate) fn begin(&self) -> io::Result<()> {
-        std::fs::create_dir_all(&self.directory).map_err(context("cannot make", &self.directory))?;
-        self.clear().map_err(context("cannot empty", &self.directory))
-    }
-
-    /// Removes the files of all vRNICs and groups.
+    /// The directory cannot be read, or a file cannot be removed.
     pub(crate) fn clear(&self) -> io::Result<()> {
-        for entry in std::fs::read_dir(&self.directory)?.flatten() {
+        let all = std::fs::read_dir(&self.directory).map_err(context("cannot read", &self.directory))?;
+        for entry in all.flatten() {
             let (name, ours) = (entry.file_name(), format!("{VENDOR}-"));
             if name.to_str().is_some_and(|n| n.starts_with(&ours) && n.ends_with(".json")) {
-                std::fs::remove_file(entry.path())?;
+                std::fs::remove_file(entry.path()).map_err(context("cannot remove", &entry.path()))?;
             }
         }
         Ok(())
@@ -130,7 +125,8 @@ mod tests {
             all.sort();
             all
         };
-        cdi.begin().unwrap();
+        std::fs::create_dir_all(&directory).unwrap();
+        cdi.clear().unwrap();
         std::fs::write(directory.join("vendor.com-gpu.json"), "{}").unwrap();
         cdi.put(Path::new("/run/unirdma"), &[Class::Vrnic, Class::VrnicPreload], "a");
         cdi.put(Path::new("/run/unirdma"), &[Class::Vrnic], "no-device.");
@@ -145,7 +141,7 @@ mod tests {
         assert_eq!(hook["args"], json!(["unirdma", "--dir", "/run/unirdma", "cdi", "hook", "unirdma.io/vrnic=a"]));
         cdi.remove(&[Class::Vrnic], "a");
         assert_eq!(names(), [ours[0], ours[2], "vendor.com-gpu.json"]);
-        cdi.begin().unwrap();
+        cdi.clear().unwrap();
         assert_eq!(names(), ["vendor.com-gpu.json"]);
         std::fs::remove_dir_all(directory.parent().unwrap()).unwrap();
     }

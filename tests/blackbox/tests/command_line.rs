@@ -55,7 +55,7 @@ pub(crate) fn tests(t: &mut Tests) {
         require(group.trim() == "blue-group", group)
     });
     t.on(lab, "command_line: manual pages are without errors", |lab| {
-        let pages = harness::manual::pages()?;
+        let pages = harness::package::man()?;
         let o = shell(lab, &format!("cd {} && ls && mandoc -Tlint -Werror *.1", pages.display()));
         let all = ["unirdma.1", "unirdma-run.1", "unirdma-vrnic-wait.1", "unirdma-vrnic-ip-add.1", "unirdma-doctor.1"];
         require(all.iter().all(|page| o.text.lines().any(|line| line == *page)), &o.text)?;

@@ -22,11 +22,7 @@ impl Engine {
     fn start() -> Result<Engine> {
         let line = documented_command("podman run --device ")?;
         let option = line.strip_prefix("podman run ").and_then(|l| l.split(" IMAGE").next()).unwrap_or_default();
-        let lab = Lab::start_in(None, None, &["--cdi", &devices().display().to_string()])?;
-        lab.vrnic("a", &["--ip", "10.0.0.1", "--ip", "fd00::1"])?;
-        lab.vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;
-        lab.unirdma(&["group", "add", "other"]);
-        lab.vrnic("c", &["--ip", "10.0.0.1", "--group", "other"])?;
+        let lab = abc_with(&["--cdi", &devices().display().to_string()])?;
         let option = option.to_string();
         Ok(Engine { podman: Podman::start(lab, line, Some(devices()))?, option })
     }

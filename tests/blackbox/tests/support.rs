@@ -12,7 +12,12 @@ pub(crate) use crate::suite::{Check, Shared, Tests};
 
 /// A virtual layer with the vRNICs a and b, and c of another group, which has a's address. Tests leave it as it was.
 pub(crate) fn abc() -> Result<Lab> {
-    let lab = Lab::start(None)?;
+    abc_with(&[])
+}
+
+/// As [`abc`], with more arguments of `unirdma host`.
+pub(crate) fn abc_with(args: &[&str]) -> Result<Lab> {
+    let lab = Lab::start_in(None, None, args)?;
     lab.vrnic("a", &["--ip", "10.0.0.1", "--ip", "fd00::1"])?;
     lab.vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;
     lab.unirdma(&["group", "add", "other"]);

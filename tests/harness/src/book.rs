@@ -7,7 +7,8 @@ use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::process::Command;
 
-use crate::{Result, failed, root};
+use crate::process::succeed;
+use crate::{Result, failed, packages, root};
 
 /// Files outside of `docs` that the book has, too.
 const OUTSIDE: [&str; 7] = [
@@ -30,7 +31,7 @@ pub fn make() -> Result<PathBuf> {
     let _ = fs::remove_dir_all(&src);
     let _ = fs::remove_dir_all(dir.join("book"));
     fs::create_dir_all(&src).map_err(failed("target/book"))?;
-    copy(&from, &src.join("docs"))?;
+    succeed("cp", Command::new("cp").arg("-r").arg(&from).arg(src.join("docs")))?;
     for file in OUTSIDE.map(Path::new) {
         let (name, to) = (file.display().to_string(), src.join(file));
         fs::create_dir_all(to.parent().unwrap_or(&src)).map_err(failed(&name))?;
@@ -58,10 +59,7 @@ pub fn make() -> Result<PathBuf> {
         return Err(format!("docs/SUMMARY.md does not list {}", missing.join(", ")));
     }
     fs::write(src.join("SUMMARY.md"), text).map_err(failed("SUMMARY.md"))?;
-    let o = mdbook()?.args(["build", "."]).current_dir(&dir).output().map_err(failed("mdbook"))?;
-    if !o.status.success() {
-        return Err(String::from_utf8_lossy(&[o.stdout, o.stderr].concat()).into_owned());
-    }
+    succeed("mdbook", mdbook()?.args(["build", "."]).current_dir(&dir))?;
     let html = dir.join("book");
     check(&html)?;
     Ok(html.join("index.html"))
@@ -76,26 +74,13 @@ fn mdbook() -> Result<Command> {
     if !parts.join("usr/bin/mdbook").exists() {
         println!("downloading mdBook");
         let _ = fs::remove_dir_all(&parts);
-        let source =
-            "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main";
-        let mut c = Command::new("mmdebstrap");
-        c.args(["--quiet", "--variant=extract", "--include=mdbook", "trixie"]).arg(&parts).arg(source);
-        let o = c.output().map_err(failed("mmdebstrap"))?;
-        if !o.status.success() {
-            return Err(format!("mdBook cannot be downloaded: {}", String::from_utf8_lossy(&o.stderr)));
-        }
+        packages::extract("trixie", "mdbook", &parts)?;
     }
     let library = format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH);
     let loader = if cfg!(target_arch = "aarch64") { "ld-linux-aarch64.so.1" } else { "ld-linux-x86-64.so.2" };
     let mut c = Command::new(parts.join(&library).join(loader));
     c.arg("--library-path").arg(parts.join(library)).arg(parts.join("usr/bin/mdbook"));
     Ok(c)
-}
-
-/// Copies a directory.
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    let o = Command::new("cp").arg("-r").arg(from).arg(to).output().map_err(failed("cp"))?;
-    if o.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&o.stderr).into_owned()) }
 }
 
 /// A path without `..`.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use crate::packages;
 use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
 use crate::{Lab, Result, failed, reruns};
 
@@ -133,11 +134,7 @@ fn root_of_debian_13() -> Result<PathBuf> {
     }
     println!("downloading programs of Debian 13");
     let _ = fs::remove_dir_all(&root);
-    let path = root.display().to_string();
-    let source =
-        "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main";
-    let include = "--include=python3-pyverbs,python3,ibverbs-utils,iproute2,coreutils";
-    run(&["mmdebstrap", "--quiet", "--variant=extract", include, "trixie", &path, source])?;
+    packages::extract("trixie", "python3-pyverbs,python3,ibverbs-utils,iproute2,coreutils", &root)?;
     for d in ["bin", "sbin", "lib", "lib64"] {
         let at = root.join(d);
         if !at.exists() {

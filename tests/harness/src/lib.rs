@@ -11,7 +11,6 @@ pub mod conformance;
 mod figures;
 pub mod fleet;
 mod lab;
-pub mod manual;
 pub mod package;
 pub mod packages;
 mod process;

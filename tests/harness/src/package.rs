@@ -6,6 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::process::succeed;
 use crate::{Output, Result, build, packages, root, unirdma};
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -39,11 +40,6 @@ fn symlink(to: &str, at: &Path) -> Result<()> {
     std::os::unix::fs::symlink(to, at).map_err(of(at))
 }
 
-fn succeed(what: &str, command: &mut Command) -> Result<()> {
-    let o = Output::of(command);
-    if o.ok() { Ok(()) } else { Err(format!("{what}: {}", o.text)) }
-}
-
 /// An empty directory.
 fn fresh(dir: &Path) -> Result<()> {
     if dir.exists() {
@@ -72,8 +68,7 @@ fn product(to: &Path) -> Result<()> {
     // One file, so that a program has one state.
     symlink("libibverbs.so.1", &to.join("lib/unirdma/librdmacm.so.1"))?;
     write(&to.join("etc/unirdma/host.toml"), said(&exe, &["host", "--print-config"])?.as_bytes())?;
-    let pages = to.join("share/man/man1");
-    said(&exe, &["man", &pages.display().to_string()])?;
+    manual(&exe, &to.join("share/man/man1"))?;
     for (shell, file) in [
         ("bash", "bash-completion/completions/unirdma"),
         ("zsh", "zsh/vendor-completions/_unirdma"),
@@ -84,6 +79,23 @@ fn product(to: &Path) -> Result<()> {
     copy(&[tree.join("README.md"), tree.join("docs/user")], &to.join("share/doc/unirdma"))?;
     copy(&[tree.join("docs/grafana")], &to.join("share/unirdma"))?;
     copy(&[tree.join("packaging/systemd")], to)
+}
+
+/// Lets the built program write its manual pages.
+fn manual(exe: &Path, to: &Path) -> Result<()> {
+    said(exe, &["man", &to.display().to_string()]).map(drop)
+}
+
+/// Writes the manual pages. Returns their directory, which has nothing else.
+///
+/// # Errors
+/// The step that failed.
+pub fn man() -> Result<PathBuf> {
+    build()?;
+    let dir = root().join("target/package/man");
+    fresh(&dir)?;
+    manual(&unirdma(), &dir)?;
+    Ok(dir)
 }
 
 /// The output of a command of the built program.
@@ -149,11 +161,9 @@ pub fn bare_debian() -> Result<PathBuf> {
     let new = dir.with_extension("new");
     fresh(&new)?;
     let unread = ["doc", "locale", "man"].map(|d| format!("--dpkgopt=path-exclude=/usr/share/{d}/*"));
-    let signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]";
-    let source = format!("deb {signed} {} {release} main", packages::mirror());
     let mut make = Command::new("mmdebstrap");
-    make.args(["--quiet", "--variant=essential", BARE]).args(unread).arg(release).arg(&new).arg(source);
-    succeed("mmdebstrap", &mut make)?;
+    make.args(["--quiet", "--variant=essential", BARE]).args(unread).arg(release).arg(&new);
+    succeed("mmdebstrap", make.arg(packages::source(release)))?;
     std::fs::rename(&new, &dir).map_err(of(&dir))?;
     Ok(dir)
 }

@@ -1,8 +1,10 @@
 //! Debian packages that the commands use. Missing ones are installed.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::Result;
+use crate::process::succeed;
 
 /// Debian's library directory for this architecture.
 #[cfg(target_arch = "aarch64")]
@@ -178,8 +180,23 @@ pub fn ensure(needed: &[Needed]) -> Result<()> {
     if apt(&args) { Ok(()) } else { Err(format!("please install as root: apt-get install {}", missing.join(" "))) }
 }
 
+/// A release of Debian, as a line of apt's sources: from the mirror from which this machine gets its packages.
+pub(crate) fn source(release: &str) -> String {
+    format!("deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {} {release} main", mirror())
+}
+
+/// Writes the files of packages of a release, separated by commas, and of all that they need, into a directory.
+///
+/// # Errors
+/// The failed download.
+pub(crate) fn extract(release: &str, packages: &str, to: &Path) -> Result<()> {
+    let mut make = Command::new("mmdebstrap");
+    make.args(["--quiet", "--variant=extract", &format!("--include={packages}"), release]).arg(to);
+    succeed("mmdebstrap", make.arg(source(release)))
+}
+
 /// The mirror from which this machine gets Debian's packages.
-pub fn mirror() -> String {
+fn mirror() -> String {
     let mut c = Command::new("apt-get");
     c.args(["indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]);
     let text = c.output().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();

@@ -42,6 +42,12 @@ impl Output {
     }
 }
 
+/// Runs a command to its end, which must be a success. `what`: its name.
+pub(crate) fn succeed(what: &str, command: &mut Command) -> Result<()> {
+    let o = Output::of(command);
+    if o.ok() { Ok(()) } else { Err(format!("{what}: {}", o.text)) }
+}
+
 /// A running program.
 pub struct Running {
     child: Child,

@@ -1,6 +1,6 @@
-//! `unirdma cdi hook`: gives vRNICs to a container of podman, docker or containerd. The engine runs it, since files of
-//! the Container Device Interface say so (`unirdma_supervisor::cdi`), when the container's namespaces and mounts are
-//! there and its program is not running yet.
+//! `unirdma cdi`: gives vRNICs to a container of podman, docker, containerd or LXC. The engine runs it, since files of
+//! the Container Device Interface (`unirdma_supervisor::cdi`) or the container's configuration say so, when the
+//! container's namespaces and mounts are there and its program is not running yet.
 //!
 //! A process stays behind, the keeper. It holds the connections to the virtual layer that attach the container, and
 //! serves the files of its devices, until the container's first process has ended, however it ends. Another one enters
@@ -152,6 +152,7 @@ impl Kept {
 
 /// The vRNICs for these devices, each with the connection that holds it.
 fn take(dir: &Path, devices: &[Asked]) -> io::Result<Vec<(Client, VrnicInfo)>> {
+    container::check_count(devices.len())?;
     let mut all = Vec::new();
     for Asked { class, name } in devices {
         let mut client = Client::connect(dir)?;

@@ -117,15 +117,28 @@ enum Cdi {
 }
 
 fn docker() -> Option<Finding> {
-    const TOPIC: &str = "docker";
-    const FILE: &str = "/etc/docker/daemon.json";
-    Some(match engine(TOPIC, "docker")? {
+    const SETTING: &str = "{\"features\": {\"cdi\": true}}";
+    configured("docker", "28.2 or later", "/etc/docker/daemon.json", SETTING, |v, config| {
+        let said: Option<serde_json::Value> = serde_json::from_str(config).ok();
+        docker_cdi(v, said.as_ref().and_then(|s| s["features"]["cdi"].as_bool()))
+    })
+}
+
+/// The finding about an engine whose configuration says whether it uses CDI: in `file`, by `setting`. `cdi` tells it
+/// from the version and the configuration.
+fn configured(
+    program: &'static str,
+    newer: &str,
+    file: &str,
+    setting: &str,
+    cdi: impl FnOnce((u32, u32), &str) -> Cdi,
+) -> Option<Finding> {
+    Some(match engine(program, program)? {
         Err(finding) => finding,
         Ok((text, v)) => {
-            let file = fs::read_to_string(FILE);
-            let said = file.as_ref().ok().and_then(|text| serde_json::from_str::<serde_json::Value>(text).ok());
-            let cdi = docker_cdi(v, said.as_ref().and_then(|s| s["features"]["cdi"].as_bool()));
-            verdict(TOPIC, &text, cdi, "28.2 or later", FILE, "{\"features\": {\"cdi\": true}}", file.err())
+            let config = fs::read_to_string(file);
+            let cdi = cdi(v, config.as_deref().unwrap_or_default());
+            verdict(program, &text, cdi, newer, file, setting, config.err())
         }
     })
 }
@@ -141,16 +154,7 @@ fn docker_cdi(v: (u32, u32), said: Option<bool>) -> Cdi {
 }
 
 fn containerd() -> Option<Finding> {
-    const TOPIC: &str = "containerd";
-    const FILE: &str = "/etc/containerd/config.toml";
-    Some(match engine(TOPIC, "containerd")? {
-        Err(finding) => finding,
-        Ok((text, v)) => {
-            let file = fs::read_to_string(FILE);
-            let cdi = containerd_cdi(v, file.as_deref().unwrap_or_default());
-            verdict(TOPIC, &text, cdi, "2.0 or later", FILE, "enable_cdi = true", file.err())
-        }
-    })
+    configured("containerd", "2.0 or later", "/etc/containerd/config.toml", "enable_cdi = true", containerd_cdi)
 }
 
 /// Whether this version of containerd has CDI, with this configuration.

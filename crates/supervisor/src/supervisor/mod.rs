@@ -226,7 +226,7 @@ impl Supervisor {
     /// Offers all vRNICs and groups to container engines.
     fn offer_all(&self) -> io::Result<()> {
         let Some(cdi) = &self.cdi else { return Ok(()) };
-        cdi.begin()?;
+        cdi.clear()?;
         let names = self.names();
         names.vrnics.keys().for_each(|name| self.offer(VRNIC_CLASSES, name));
         names.groups.keys().for_each(|name| self.offer(GROUP_CLASSES, name));

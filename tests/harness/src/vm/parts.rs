@@ -159,14 +159,12 @@ impl Parts {
         println!("downloading {what}");
         whole(root, |new| {
             let path = new.display().to_string();
-            let signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]";
-            let mirror = packages::mirror();
             let include = format!("--include={}", packages.join(","));
             let mut words: Vec<String> =
                 ["mmdebstrap", "--quiet", "--variant=extract", option, &include, suites[0], &path]
                     .map(Into::into)
                     .into();
-            words.extend(suites.iter().map(|suite| format!("deb {signed} {mirror} {suite} main")));
+            words.extend(suites.iter().map(|suite| packages::source(suite)));
             run(&self.dir, &words.iter().map(String::as_str).collect::<Vec<_>>())?;
             for d in ["bin", "sbin", "lib", "lib64"] {
                 if !new.join(d).exists() {
