@@ -89,12 +89,14 @@ impl Tests {
                 return Ok(Completion::ignored_with(why));
             }
             let _alone = lock(&ALONE);
-            let _limit = limit_time(of);
+            let _limit = limit_time(of.clone());
             let begin = Instant::now();
             let result = f();
             *lock(&TIMES).entry(topic).or_default() += begin.elapsed();
-            // An error is printed at once, and by the library at the end.
-            result.map(|()| Completion::Completed).inspect_err(|e| println!("\n{e}")).map_err(Into::into)
+            // An error is printed at once, and by the library at the end. Its first line says what failed, and logs may
+            // follow that fill a screen, so it is said again below them.
+            let say = |e: &String| println!("\n{e}\n\n`{of}` failed: {}", e.lines().next().unwrap_or_default());
+            result.map(|()| Completion::Completed).inspect_err(say).map_err(Into::into)
         };
         let packages = if skipped.is_some() { &[] } else { self.packages };
         self.all.push(Test { trial: Trial::ignorable_test(name, run), packages });

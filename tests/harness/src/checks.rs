@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use crate::{Lab, Result, Running, require, root, wait_until};
 
-/// Longest time for a condition that comes soon.
-const SOON: Duration = Duration::from_secs(10);
+/// Longest time for a condition that comes soon. Emulated machines are slow, and this machine may be busy.
+const SOON: Duration = Duration::from_secs(30);
 
-/// Waits up to 10 s until `is_so` returns true.
+/// Waits up to 30 s until `is_so` returns true.
 ///
 /// # Errors
 /// `otherwise`, if that does not happen.

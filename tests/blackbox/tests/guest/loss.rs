@@ -22,7 +22,7 @@ fn worker_killed(lab: &Lab, g: &Guest) -> Check {
     let o = client.finish_within(LIMIT);
     require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("the peer's program: {:?} {}", o.code, o.text))?;
     let told = || watch.text().contains("IBV_EVENT_DEVICE_FATAL");
-    soon(told, "").or_else(|_| soon(told, "no IBV_EVENT_DEVICE_FATAL")).map_err(|e| e + &watch.text())?;
+    soon(told, "no IBV_EVENT_DEVICE_FATAL").map_err(|e| e + &watch.text())?;
     let o = g.run("timeout 20 ibv_rc_pingpong")?;
     require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("a new program: {:?} {}", o.code, o.text))?;
     g.must("dmesg | grep -q 'unirdma_rdma.*the device counts as lost'; killall ibv_asyncwatch ib_write_bw; rmmod unirdma_rdma")
@@ -57,15 +57,16 @@ fn plug(g: &Guest, name: &str, mib: u64, way: &str) -> Check {
 
 fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     let before = objects(lab, g)?;
-    let client = connected(g, lab, 50)?;
+    // The traffic has to last until all is plugged in and out.
+    let client = connected(g, lab, 100)?;
     plug(g, "first", 512, "online_kernel")?;
     goes_on(lab, "a")?;
     // The program's memory is allocated there, because kernels take the highest zone first.
     let free = free_above(g)?;
-    let p = "ibv_rc_pingpong -c -e -s 268435456 -n 2 -r 2";
+    let p = "ibv_rc_pingpong -c -e -s 67108864 -n 2 -r 2";
     let server = End::Guest(g).serve(p)?;
     let used = free.saturating_sub(free_above(g)?);
-    require(used > 60_000, format!("{used} pages of the new memory are used"))?;
+    require(used > 15_000, format!("{used} pages of the new memory are used"))?;
     let c = other_container(lab).spawn(&format!("{p} {}", g.ip))?.finish_within(LIMIT);
     both_end_well((server.finish_within(LIMIT), c))?;
     // Memory that can be unplugged again.

@@ -70,7 +70,7 @@ impl Program {
 }
 
 /// Longest time for a program. Emulated processors are slow, and this machine may be busy.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(120);
 /// Time for which a test waits, as a part of all tests, for an event that may never happen.
 const SOON: Duration = Duration::from_secs(5);
 const ADDRESS_OF_CONTAINER: &str = "10.0.0.3";
@@ -113,7 +113,9 @@ impl End<'_> {
     fn serve(&self, program: &str) -> Result<Program> {
         let mut server = self.spawn(program)?;
         match (self, &mut server) {
-            (End::Guest(g), server) => soon(|| server.has_ended() || g.listens(), "the server does not listen")?,
+            (End::Guest(g), server) => {
+                soon(|| server.has_ended() || g.listens(), &format!("`{program}` does not listen"))?
+            }
             (End::Container(c), Program::Here(r)) => {
                 r.wait_listening(|| c.lab.rdma_listens(c.vrnic));
             }
