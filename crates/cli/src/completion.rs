@@ -71,6 +71,7 @@ const ARGUMENTS: &[(&str, &str, What)] = &[
     ("capture", "vrnic", What::Vrnics),
     ("vm run", "vrnic", What::Vrnics),
     ("vrnic add", "group", What::Groups),
+    ("vrnic ls", "group", What::Groups),
     ("vrnic set", "name", What::Vrnics),
     ("vrnic show", "names", What::Vrnics),
     ("vrnic wait", "names", What::Vrnics),

@@ -53,6 +53,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anstyle::AnsiColor;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use unirdma_ipc::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, Way};
 use unirdma_supervisor::admin::{Request, Response};
@@ -214,8 +215,14 @@ enum VrnicCommand {
         out: Out,
     },
     /// List vRNICs
-    #[command(visible_alias = "list")]
+    #[command(
+        visible_alias = "list",
+        after_help = "Examples:\n  unirdma vrnic ls\n  unirdma vrnic ls --group blue\n  unirdma vrnic rm $(unirdma vrnic ls --group blue -q)"
+    )]
     Ls {
+        /// Only those of this group
+        #[arg(long)]
+        group: Option<String>,
         #[command(flatten)]
         out: Out,
     },
@@ -569,7 +576,7 @@ fn ended(result: io::Result<u8>) -> ExitCode {
 
 /// Prints an error. Returns the exit code.
 fn report(e: &io::Error) -> u8 {
-    eprintln!("unirdma: {}", errors::plain(&e.to_string()));
+    anstream::eprintln!("{} {}", print::coloured(AnsiColor::Red, "unirdma:"), errors::plain(&e.to_string()));
     1
 }
 
@@ -615,7 +622,7 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
             let allow_spoof = allow_spoof.map(|s| s == Switched::On);
             ask(dir, &Request::VrnicSet { name, share: share.set(), allow_spoof, held: held.set() }, &out)
         }
-        VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
+        VrnicCommand::Ls { group, out } => list(dir, group.as_deref(), &out),
         VrnicCommand::Show { names, vmm, memory, out } => show(dir, names, &vmm, &memory, &out),
         VrnicCommand::Wait(args) => wait::wait(dir, &args),
         VrnicCommand::Link { name, state, out } => {
@@ -632,6 +639,21 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
         VrnicCommand::Move { name, host, centre } => fleet::move_vrnic(name, host, &centre),
         VrnicCommand::Rm { names, force, out } => remove(dir, names, force, &out),
     }
+}
+
+/// Lists the vRNICs of a group, or all.
+fn list(dir: &std::path::Path, group: Option<&str>, out: &Out) -> io::Result<u8> {
+    let mut client = Client::connect(dir)?;
+    let mut listed = client.ask(&Request::VrnicList, None)?;
+    if let (Some(group), Response::Vrnics(all)) = (group, &mut listed) {
+        all.retain(|v| v.group == group);
+        let groups = if all.is_empty() { vrnics::all_names(&mut client)?.groups } else { Vec::new() };
+        if all.is_empty() && !groups.iter().any(|g| g == group) {
+            return Err(io::Error::other(format!("there is no group {group} (there are: {})", groups.join(", "))));
+        }
+    }
+    print::response(&listed, out)?;
+    Ok(0)
 }
 
 /// Shows these vRNICs, or all. Those that are missing are reported, and the others are shown.

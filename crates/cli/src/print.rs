@@ -3,6 +3,8 @@
 use std::io::{self, Write};
 use std::net::IpAddr;
 
+use anstream::adapter::strip_str;
+use anstyle::AnsiColor;
 use unirdma_confine::USUAL_GROUP_WEIGHT;
 use unirdma_ipc::vrnic::VrnicInfo;
 use unirdma_supervisor::CentreInfo;
@@ -13,13 +15,33 @@ use crate::{Out, output, units};
 /// Lines up columns. The first row is the heading.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    // Colours take no place.
+    let shown = |s: &str| strip_str(s).map(|part| part.chars().count()).sum::<usize>();
+    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| shown(s)).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |r: &Vec<String>| {
-        let cells: Vec<String> = r.iter().zip(&widths).map(|(s, &w)| format!("{s:w$}")).collect();
+        let cell = |(s, w): (&String, &usize)| format!("{s}{}", " ".repeat(w - shown(s)));
+        let cells: Vec<String> = r.iter().zip(&widths).map(cell).collect();
         cells.join("  ").trim_end().to_string()
     };
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// A text in a colour. [`line`] and the macros of `anstream` leave it out where standard output or error is no terminal
+/// or the user wants none.
+pub(crate) fn coloured(colour: AnsiColor, text: &str) -> String {
+    let style = colour.on_default();
+    format!("{style}{text}{style:#}")
+}
+
+/// Does work during which a person waits. A moving sign stands on standard error meanwhile if that is a terminal.
+#[cfg(feature = "fleet")]
+pub(crate) fn while_waiting<T>(for_what: &'static str, work: impl FnOnce() -> T) -> T {
+    let sign = indicatif::ProgressBar::new_spinner().with_message(for_what);
+    sign.enable_steady_tick(std::time::Duration::from_millis(100));
+    let done = work();
+    sign.finish_and_clear();
+    done
 }
 
 fn ips(v: &VrnicInfo) -> String {
@@ -27,7 +49,7 @@ fn ips(v: &VrnicInfo) -> String {
 }
 
 fn link(v: &VrnicInfo) -> String {
-    if v.up { "up" } else { "down" }.into()
+    if v.up { "up".into() } else { coloured(AnsiColor::Red, "down") }
 }
 
 fn container(v: &VrnicInfo) -> String {
@@ -461,9 +483,9 @@ fn json(r: &Response) -> io::Result<String> {
         Response::Vrnics(v) => serde_json::to_string_pretty(&output::of::<Vec<output::Vrnic>>(v)?)?,
         Response::Names(names) => serde_json::to_string_pretty(names)?,
         Response::Groups(g) => serde_json::to_string_pretty(&output::of::<Vec<output::Group>>(g)?)?,
-        Response::Rules(r) => serde_json::to_string_pretty(r)?,
-        Response::Status(s) => serde_json::to_string_pretty(s)?,
-        Response::Vfs(v) => serde_json::to_string_pretty(v)?,
+        Response::Rules(r) => serde_json::to_string_pretty(&output::of::<output::Rules>(r)?)?,
+        Response::Status(s) => serde_json::to_string_pretty(&output::of::<output::Status>(s)?)?,
+        Response::Vfs(v) => serde_json::to_string_pretty(&output::of::<output::Vfs>(v)?)?,
         Response::Captured { lost } => format!("{{\"lost\": {lost}}}"),
         Response::Done => "{}".into(),
         Response::Error(e) => serde_json::to_string_pretty(e)?,
@@ -536,7 +558,7 @@ pub(crate) fn vrnics(all: &[VrnicInfo], one: bool, how: &Out) -> io::Result<()> 
 
 /// Prints a text and ends its last line.
 pub(crate) fn line(out: &str) -> io::Result<()> {
-    match writeln!(io::stdout(), "{out}") {
+    match writeln!(anstream::stdout(), "{out}") {
         // The reader has closed the pipe.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         r => r,

@@ -172,7 +172,22 @@ fn json_stays_as_it_is() {
     is_golden("vrnic", &layer.ok(&["vrnic", "show", "a", "--json"]), &VARIES);
     is_golden("vrnics", &layer.ok(&["vrnic", "ls", "--json"]), &VARIES);
     is_golden("vrnics", &layer.ok(&["vrnic", "show", "--json"]), &VARIES);
+    assert_eq!(layer.ok(&["vrnic", "ls", "--group", "blue", "-q"]), "a\n");
+    assert_eq!(layer.ok(&["vrnic", "ls", "--group", "default", "-q"]), "b\n");
+    let unknown = layer.run(&["vrnic", "ls", "--group", "x"]);
+    let text = String::from_utf8(unknown.stderr).unwrap();
+    assert!(unknown.status.code() == Some(1) && text.contains("no group x (there are: blue, default)"), "{text}");
     is_golden("groups", &layer.ok(&["group", "ls", "--json"]), &["weight_lacks"]);
+    let of_workers =
+        |n: u32| ["pid", "memory", "confinement", "rnic_held"].map(|field| format!("workers/{n}/{field}")).to_vec();
+    let varies: Vec<String> = [of_workers(0), of_workers(1)].concat();
+    let varies: Vec<&str> = ["pid", "version", "dir", "confinement", "rnic_held"]
+        .into_iter()
+        .chain(varies.iter().map(String::as_str))
+        .collect();
+    is_golden("status", &layer.ok(&["status", "--json"]), &varies);
+    is_golden("rules", &layer.ok(&["rule", "ls", "--json"]), &[]);
+    is_golden("top", &layer.ok(&["top", "--json", "-d", "0.2"]), &["interval_seconds"]);
     is_golden("wait", &layer.ok(&["vrnic", "wait", "a", "b", "--up", "--json"]), &[]);
 }
 

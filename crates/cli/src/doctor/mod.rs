@@ -10,10 +10,11 @@ mod software;
 use std::io;
 use std::path::Path;
 
+use anstyle::AnsiColor;
 use clap::Args;
 use serde::Serialize;
 
-use crate::print::{self, table};
+use crate::print::{self, coloured, table};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma doctor
@@ -72,13 +73,13 @@ impl Finding {
     }
 
     fn row(&self) -> Vec<String> {
-        let level = match self.level {
-            Level::Ok => "ok",
-            Level::Warning => "warning",
-            Level::Error => "error",
+        let (colour, level) = match self.level {
+            Level::Ok => (AnsiColor::Green, "ok"),
+            Level::Warning => (AnsiColor::Yellow, "warning"),
+            Level::Error => (AnsiColor::Red, "error"),
         };
         let remedy = self.remedy.as_ref().map(|r| format!("; {r}")).unwrap_or_default();
-        vec![level.into(), self.topic.into(), format!("{}{remedy}", self.fact)]
+        vec![coloured(colour, level), self.topic.into(), format!("{}{remedy}", self.fact)]
     }
 }
 

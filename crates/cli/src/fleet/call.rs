@@ -14,6 +14,7 @@ use unirdma_fleet::root_cause;
 use unirdma_fleet::v1::{self, fleet_client::FleetClient};
 
 use super::{Centre, show};
+use crate::print;
 
 /// Longest time for an answer, and for a connection.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -230,6 +231,12 @@ pub(super) fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
+/// Does a call, whose answer a person may have to wait for.
+fn answered<T>(asked: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let runtime = runtime()?;
+    print::while_waiting("the control centre is asked", || runtime.block_on(asked))
+}
+
 /// True if the connection has failed; false if the centre has refused.
 fn was_lost(e: &Status) -> bool {
     !e.metadata().contains_key("unirdma-refused") && std::error::Error::source(e).is_some()
@@ -237,15 +244,16 @@ fn was_lost(e: &Status) -> bool {
 
 /// Makes a call that is not repeated once it was sent.
 pub(super) fn once<T>(centre: &Centre, call: impl AsyncFnOnce(Client) -> Result<T, Status>) -> io::Result<T> {
-    runtime()?.block_on(async {
+    let asked = async {
         let (_, client) = centres(centre)?.connect(0, Some(PATIENCE)).await?;
         call(client).await.map_err(|e| refused(&e))
-    })
+    };
+    answered(asked)
 }
 
 /// Makes a call that may be repeated: if its centre goes away before it has answered, the next one is asked.
 pub(super) fn again<T>(centre: &Centre, call: impl AsyncFn(Client) -> Result<T, Status>) -> io::Result<T> {
-    runtime()?.block_on(async {
+    let asked = async {
         let centres = centres(centre)?;
         let mut from = 0;
         loop {
@@ -256,7 +264,8 @@ pub(super) fn again<T>(centre: &Centre, call: impl AsyncFn(Client) -> Result<T, 
                 Err(e) => return Err(refused(&e)),
             }
         }
-    })
+    };
+    answered(asked)
 }
 
 /// All objects that match a request, page by page.

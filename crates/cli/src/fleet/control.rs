@@ -11,6 +11,7 @@ use unirdma_fleet::v1;
 
 use super::call::{self, Config};
 use super::{Centre, show};
+use crate::print;
 
 /// Commands about the centre itself.
 #[derive(Subcommand)]
@@ -123,7 +124,8 @@ fn init(dir: &Path, store: Option<&str>, url: String) -> io::Result<()> {
 }
 
 fn copy(dir: &Path, from: Option<&str>, to: &str, json: bool) -> io::Result<()> {
-    let copied = call::runtime()?.block_on(unirdma_control::copy(dir, from, to))?;
+    let runtime = call::runtime()?;
+    let copied = print::while_waiting("copying", || runtime.block_on(unirdma_control::copy(dir, from, to)))?;
     let unirdma_control::Copied { from, to, revision, records } = &copied;
     show::json_or(
         &serde_json::json!({ "from": from, "to": to, "revision": revision, "records": records }),

@@ -1,18 +1,19 @@
 //! Output of commands about a fleet.
 
-use std::io::{self, Write};
+use std::io;
 
+use anstyle::AnsiColor;
 use serde::Serialize;
 use serde_json::Value;
 use unirdma_fleet::Kind;
 use unirdma_fleet::v1::{self, object::Object};
 
 use super::KindArg;
-use crate::print::table;
+use crate::print::{coloured, table};
 use crate::units;
 
 fn out(text: &str) -> io::Result<()> {
-    writeln!(io::stdout(), "{text}")
+    crate::print::line(text)
 }
 
 /// Prints an answer as JSON or as text.
@@ -158,13 +159,14 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
             let hosts = all().filter_map(|o| if let Object::Host(h) = o { Some(h) } else { None });
             let lines = hosts.map(|h| {
                 let s = states.get(h.name.as_str());
-                let here = if s.is_some_and(|s| s.connected) { "yes" } else { "no" };
+                let connected = s.is_some_and(|s| s.connected);
+                let here = if connected { "yes".into() } else { coloured(AnsiColor::Red, "no") };
                 let applied = s.map_or(0, |s| s.applied);
                 let problems = s.map_or(String::new(), |s| problems(s));
                 vec![
                     h.name.clone(),
                     or_dash(&h.addresses.join(",")),
-                    here.into(),
+                    here,
                     applied.to_string(),
                     free_vfs(s.copied()),
                     or_dash(&problems),

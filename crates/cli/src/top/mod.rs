@@ -71,6 +71,16 @@ pub(crate) fn run(dir: &Path, args: TopArgs) -> io::Result<()> {
     watch(dir, args, first, &mut Terminal::open()?, &signals)
 }
 
+/// What `--json` prints.
+#[derive(serde::Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub(crate) struct Rates {
+    /// How long was measured, seconds.
+    interval_seconds: f64,
+    /// The vRNICs in the order asked for.
+    vrnics: Vec<Row>,
+}
+
 fn ask(client: &mut Client) -> io::Result<Sample> {
     match client.ask(&Request::VrnicList, None)? {
         Response::Vrnics(vrnics) => Ok(Sample::new(Instant::now(), vrnics)),
@@ -87,10 +97,8 @@ fn once(dir: &Path, args: &TopArgs) -> io::Result<()> {
     rows.retain(|r| r.matches(&args.filter));
     rates::sort(&mut rows, args.sort, false);
     let text = if args.json {
-        let seconds = after.at.duration_since(before.at).as_secs_f64();
-        let rows: Vec<_> = rows.iter().map(Row::json).collect();
-        let all = serde_json::json!({ "interval_seconds": seconds, "vrnics": rows });
-        serde_json::to_string_pretty(&all)?
+        let interval_seconds = after.at.duration_since(before.at).as_secs_f64();
+        serde_json::to_string_pretty(&Rates { interval_seconds, vrnics: rows })?
     } else {
         let head = Column::ALL.iter().map(|c| c.head().to_string()).collect();
         let lines = rows.iter().map(|r| Column::ALL.iter().map(|&c| r.cell(c)).collect());

@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::time::Instant;
 
+use serde::Serialize;
 use unirdma_ipc::vrnic::VrnicInfo;
 
 use super::short;
@@ -21,21 +22,39 @@ impl Sample {
 }
 
 /// A row of the table: one vRNIC.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub(super) struct Row {
+    /// Its name.
     pub name: String,
+    /// Its group.
     pub group: String,
+    /// Its link is up.
     pub up: bool,
-    /// Rates per second.
+    /// Bytes sent per second.
+    #[serde(rename = "sent_bytes_per_second")]
     pub sent_bytes: f64,
+    /// Bytes received per second.
+    #[serde(rename = "received_bytes_per_second")]
     pub received_bytes: f64,
+    /// Work requests sent per second.
+    #[serde(rename = "sends_per_second")]
     pub sends: f64,
+    /// Receives completed per second.
+    #[serde(rename = "receives_per_second")]
     pub receives: f64,
+    /// Errors and dropped messages per second.
+    #[serde(rename = "errors_per_second")]
     pub errors: f64,
     /// Share of one processor.
     pub cpu: f64,
+    /// QPs that exist.
+    #[serde(rename = "queue_pairs")]
     pub qps: usize,
+    /// MRs that exist.
+    #[serde(rename = "memory_regions")]
     pub mrs: usize,
+    /// Programs and virtual machines that have opened it.
     pub sessions: usize,
 }
 
@@ -120,23 +139,6 @@ impl Row {
             Column::Cpu => format!("{:.0}%", self.cpu * 100.0),
             _ => short(self.number(column)),
         }
-    }
-
-    pub fn json(&self) -> serde_json::Value {
-        serde_json::json!({
-            "name": self.name,
-            "group": self.group,
-            "up": self.up,
-            "sent_bytes_per_second": self.sent_bytes,
-            "received_bytes_per_second": self.received_bytes,
-            "sends_per_second": self.sends,
-            "receives_per_second": self.receives,
-            "errors_per_second": self.errors,
-            "cpu": self.cpu,
-            "queue_pairs": self.qps,
-            "memory_regions": self.mrs,
-            "sessions": self.sessions,
-        })
     }
 
     /// Adds another row's numbers.

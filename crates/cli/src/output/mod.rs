@@ -7,6 +7,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use unirdma_rnic::MrNote;
 
+pub(crate) use self::host::{Rules, Status, Vfs};
+
+mod host;
+
 /// A vRNIC.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
@@ -364,16 +368,17 @@ mod tests {
 
     use schemars::generate::SchemaSettings;
     use schemars::{JsonSchema, Schema};
+    use unirdma_supervisor::admin;
 
     use super::*;
-    use crate::{check, doctor, wait};
+    use crate::{check, doctor, top, wait};
 
     fn schema<T: JsonSchema>() -> Schema {
         SchemaSettings::draft2020_12().for_serialize().into_generator().into_root_schema_for::<T>()
     }
 
     /// The schemas by the names of their files.
-    fn schemas() -> [(&'static str, Schema); 6] {
+    fn schemas() -> [(&'static str, Schema); 10] {
         [
             ("vrnic", schema::<Vrnic>()),
             ("vrnics", schema::<Vec<Vrnic>>()),
@@ -381,6 +386,10 @@ mod tests {
             ("wait", schema::<Vec<wait::Seen>>()),
             ("check", schema::<Vec<check::Report>>()),
             ("doctor", schema::<Vec<doctor::Finding>>()),
+            ("status", schema::<Status>()),
+            ("rules", schema::<Rules>()),
+            ("vfs", schema::<Vfs>()),
+            ("top", schema::<top::Rates>()),
         ]
     }
 
@@ -401,6 +410,12 @@ mod tests {
         assert_eq!(files, schemas().len(), "a file of docs/schema is of no type");
     }
 
+    /// Checks that nothing of an answer gets lost.
+    fn whole<T: Serialize + DeserializeOwned>(told: &impl Serialize) {
+        let printed = serde_json::to_value(of::<T>(told).unwrap()).unwrap();
+        assert_eq!(printed, serde_json::to_value(told).unwrap());
+    }
+
     #[test]
     fn answers_of_the_virtual_layer_have_all_fields() {
         let queue_pair = unirdma_rnic::QpInfo {
@@ -419,7 +434,32 @@ mod tests {
             queue_pairs: vec![queue_pair],
             ..Default::default()
         };
-        let printed = serde_json::to_value(of::<Vrnic>(&v).unwrap()).unwrap();
-        assert_eq!(printed, serde_json::to_value(&v).unwrap());
+        whole::<Vrnic>(&v);
+        let vf = admin::VfInfo { name: "ens1f0/3".into(), lease: Some(7), ..Default::default() };
+        whole::<Vfs>(&admin::VfsInfo { vfs: vec![vf], ..Default::default() });
+        let wire = admin::WireInfo {
+            addresses: vec!["10.0.0.1".parse().unwrap()],
+            peers_file: "peers".into(),
+            peers: 1,
+            peers_error: None,
+            mtu: 4096,
+            port: Default::default(),
+            drops: Default::default(),
+            tunnel: Default::default(),
+            firewall: None,
+            rules: Default::default(),
+        };
+        whole::<Status>(&admin::StatusInfo {
+            pid: 7,
+            version: "1".into(),
+            dir: "/run/unirdma".into(),
+            vrnics: 1,
+            sessions: 2,
+            rnic_held: Default::default(),
+            workers: vec![Default::default()],
+            confinement: Default::default(),
+            wire: Some(wire),
+            centre: Some(Default::default()),
+        });
     }
 }
