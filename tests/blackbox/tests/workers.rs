@@ -57,8 +57,8 @@ fn keeper(lab: &Lab) -> Result<i32> {
     String::from_utf8_lossy(&o.stdout).trim().parse().map_err(|_| "there is no keeper".into())
 }
 
-/// CPU weight of a process's cgroup, in percent of the default.
-fn cpu_weight(pid: i32) -> Result<u32> {
+/// The file with the CPU weight of a process's cgroup, and the default.
+fn cpu_weight_file(pid: i32) -> Result<(String, u32)> {
     let of = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).map_err(|e| e.to_string())?;
     for line in of.lines() {
         let mut fields = line.splitn(3, ':');
@@ -68,11 +68,18 @@ fn cpu_weight(pid: i32) -> Result<u32> {
             c if c.split(',').any(|c| c == "cpu") => (format!("/sys/fs/cgroup/{c}{path}/cpu.shares"), 1024),
             _ => continue,
         };
-        if let Ok(text) = std::fs::read_to_string(file) {
-            return text.trim().parse::<u32>().map(|n| n * 100 / usual).map_err(|e| e.to_string());
+        if std::fs::exists(&file).unwrap_or(false) {
+            return Ok((file, usual));
         }
     }
     Err(format!("no cgroup shares processors with process {pid}: {of}"))
+}
+
+/// CPU weight of a process's cgroup, in percent of the default.
+fn cpu_weight(pid: i32) -> Result<u32> {
+    let (file, usual) = cpu_weight_file(pid)?;
+    let text = std::fs::read_to_string(file).map_err(|e| e.to_string())?;
+    text.trim().parse::<u32>().map(|n| n * 100 / usual).map_err(|e| e.to_string())
 }
 
 /// Starts a virtual layer with vRNICs a and b, and with other vRNICs in a group of their own.
@@ -230,7 +237,13 @@ pub(crate) fn tests(t: &mut Tests) {
         shown(&lab, 50)?;
         let o = lab.unirdma(&["group", "ls"]);
         require(counts != o.text.contains("weights of groups do not count here: "), o.text)?;
+        let (pid, _) = lab.worker("blue")?;
         lab.kill_host();
+        if counts {
+            // As if the kernel had forgotten it.
+            let (file, usual) = cpu_weight_file(pid)?;
+            std::fs::write(file, usual.to_string()).map_err(|e| e.to_string())?;
+        }
         lab.start_again()?;
         shown(&lab, 50)?;
         in_force(&lab, 50)

@@ -355,7 +355,10 @@ impl Group {
         if !child.has_ended() {
             let mut inner = group.lock();
             match group.take_over(child, &inner) {
-                Ok(worker) => group.install(&mut inner, Worker { in_force: kept.in_force, ..worker }),
+                Ok(worker) => {
+                    group.limit_again();
+                    group.install(&mut inner, Worker { in_force: kept.in_force, ..worker });
+                }
                 Err(e) => {
                     tracing::error!(group = group.name, error = %e, "its worker cannot be taken over and is ended")
                 }
@@ -565,6 +568,16 @@ impl Group {
         cgroups.make(&self.name, &limits)?.remove();
         cgroups.make(&self.name, &limits).and_then(made)?;
         Ok(cgroups.describe(&limits))
+    }
+
+    /// Sets the limits of the cgroup of a worker that was taken over. In version 2 the kernel forgets them when the
+    /// controllers are disabled, as our systemd unit does so that a supervisor can be started beside workers.
+    fn limit_again(&self) {
+        if let Ok(c) = &self.around.cgroups
+            && let Err(e) = c.make(&self.name, &self.limits())
+        {
+            tracing::warn!(group = self.name, error = %e, "the limits of its worker's cgroup cannot be set again");
+        }
     }
 
     fn remove_cgroup(&self) {
