@@ -1,5 +1,5 @@
-//! What `status`, `rule ls` and `vf ls` print with `--json`. A field whose schema allows any value is for people who look
-//! into a fault: what it contains may change with any version.
+//! The output of `status`, `rule ls` and `vf ls` with `--json`. A field whose schema allows any value is for people who
+//! look into a fault: what it contains may change with any version.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
