@@ -91,21 +91,8 @@ impl Tree {
     }
 
     fn set(&self, attributes: MountAttrFlags, users: Option<BorrowedFd<'_>>, recursive: bool) -> io::Result<()> {
-        /// `struct mount_attr` of mount_setattr(2).
-        #[repr(C)]
-        struct MountAttr {
-            set: u64,
-            clear: u64,
-            propagation: u64,
-            users: u64,
-        }
         let users = users.map_or(0, |u| u.as_raw_fd() as u64);
-        let attr = MountAttr { set: u64::from(attributes.bits()), clear: 0, propagation: 0, users };
-        let at = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
-        let (fd, size) = (self.mount.as_raw_fd(), size_of::<MountAttr>());
-        // SAFETY: the structure is the kernel's and lives until the call returns.
-        let r = unsafe { libc::syscall(libc::SYS_mount_setattr, fd, c"".as_ptr(), at, &raw const attr, size) };
-        if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        MountAttr { set: u64::from(attributes.bits()), users, ..MountAttr::default() }.change(&self.mount, recursive)
     }
 
     /// Gives the container's user the rights on its files that this user has outside.
@@ -123,6 +110,27 @@ impl Tree {
         self.set(flags, None, true)
             .map_err(context("cannot set the flags of a mount (Linux 5.12 or later is needed)"))?;
         Ok(self)
+    }
+}
+
+/// `struct mount_attr` of mount_setattr(2).
+#[repr(C)]
+#[derive(Default)]
+struct MountAttr {
+    set: u64,
+    clear: u64,
+    propagation: u64,
+    users: u64,
+}
+
+impl MountAttr {
+    /// Changes a mount, and those below if `recursive`.
+    fn change(&self, mount: &OwnedFd, recursive: bool) -> io::Result<()> {
+        let at = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
+        let (fd, size) = (mount.as_raw_fd(), size_of::<MountAttr>());
+        // SAFETY: the structure is the kernel's and lives until the call returns.
+        let r = unsafe { libc::syscall(libc::SYS_mount_setattr, fd, c"".as_ptr(), at, &raw const *self, size) };
+        if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
 
@@ -148,9 +156,18 @@ pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountA
     made().map_err(context(format!("cannot mount {kind}")))
 }
 
-/// A copy of the mounts at `path` and below. It is not attached yet.
+/// A copy of the mounts at `path` and below. It is not attached yet. What is mounted on it later is not mounted on the
+/// original, too.
 pub(crate) fn copy(path: &Path) -> io::Result<OwnedFd> {
-    open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))
+    copy_at(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))
+}
+
+fn copy_at(at: BorrowedFd<'_>, path: &Path, how: OpenTreeFlags) -> io::Result<OwnedFd> {
+    let copy = open_tree(at, path, how)?;
+    // The copy of a shared mount is one of its peers. On most machines all mounts are shared.
+    let private = MountAttr { propagation: libc::MS_PRIVATE, ..MountAttr::default() };
+    private.change(&copy, true)?;
+    Ok(copy)
 }
 
 /// Like [`copy`], but nothing can be changed there, and nothing in it has more rights than who uses it.
@@ -279,7 +296,7 @@ pub(crate) fn copy_within(root: &OwnedFd, path: &Path) -> io::Result<OwnedFd> {
 
 /// Copies the mounts that a descriptor is of, and those below. They must be attached.
 pub(crate) fn again(at: &OwnedFd) -> io::Result<OwnedFd> {
-    open_tree(at, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH).map_err(context("cannot copy a mount"))
+    copy_at(at.as_fd(), Path::new(""), CLONE | OpenTreeFlags::AT_EMPTY_PATH).map_err(context("cannot copy a mount"))
 }
 
 /// Attaches a mount at a path of a container whose root directory is `root`. Makes a directory or an empty file there

@@ -257,6 +257,21 @@ pub(crate) fn tests(t: &mut Tests) {
         }
         Ok(())
     });
+    t.on(engine, "engines: nothing is mounted on a host whose mounts are shared", |engine| {
+        // As systemd shares them.
+        let mut c = engine.podman.command("unshare");
+        c.args([
+            "--mount",
+            "--propagation",
+            "shared",
+            "sh",
+            "-c",
+            "podman run --rm $*; cat /proc/self/mountinfo",
+            "sh",
+        ]);
+        let o = Output::of(c.args(engine.vrnic("a")?.split(' ')).args([IMAGE, "ibv_devinfo"]));
+        require(o.ok() && o.text.contains("unirdma0") && !o.text.contains("libibverbs"), o.text)
+    });
     t.on(engine, "engines: files come and go with the vRNICs and the virtual layer", |engine| {
         let names = || {
             let all = std::fs::read_dir(devices()).into_iter().flatten().flatten();

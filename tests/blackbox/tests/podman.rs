@@ -109,8 +109,8 @@ impl Podman {
         std::fs::write(self.dir.join("storage.conf"), storage)
     }
 
-    /// A command in podman's network namespace.
-    fn command(&self, program: &str) -> Command {
+    /// A command in podman's namespaces.
+    pub(crate) fn command(&self, program: &str) -> Command {
         let mut c = Command::new("nsenter");
         c.arg(format!("--net=/run/netns/{}", self.netns)).stdin(Stdio::null());
         if let Some(mounts) = &self.mounts {

@@ -167,8 +167,8 @@ fn put_libraries(
         if let Some(first) = places.first() {
             mounts::put_within(&directory, &mounts::copy_within(root, first)?, &real.join(name), false)?;
         }
-        let missing = loader::USUAL.iter().filter(|dir| Path::new(dir).is_dir()).map(|dir| Path::new(dir).join(name));
-        for place in places.iter().cloned().chain(missing) {
+        let usual = loader::USUAL.iter().filter_map(|dir| Some(fs::canonicalize(dir).ok()?.join(name)));
+        for place in places.iter().cloned().chain(usual.filter(|place| !places.contains(place))) {
             mounts::put_within(root, &mounts::again(library)?, &place, false)?;
         }
     }
