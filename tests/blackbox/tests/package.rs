@@ -51,7 +51,33 @@ impl Installed {
     }
 }
 
-/// Runs as the first process of a bare Debian, which has the packages in /mnt. Ends at the first command that fails.
+/// What our packages depend on, or the tests use.
+const FOR_PACKAGES: &str = "ibverbs-utils,mount,passwd,systemd-standalone-sysusers";
+/// What a project in Python has that uses RDMA. Nothing of it is for building.
+const FOR_PYTHON: &str = "ibverbs-utils,mount,perftest,python3-pytest,python3-venv";
+
+/// Runs a script as the first process of a Debian with these packages, which has the files in /mnt. All that it makes
+/// ends with it.
+fn in_debian(lab: &Lab, root: &Path, files: &[PathBuf], script: &str) -> Result<Output> {
+    let own = lab.dir.join("debian");
+    std::fs::create_dir_all(&own).map_err(failed("the directory"))?;
+    let steps = lab.dir.join("steps");
+    std::fs::write(&steps, script).map_err(failed("the steps"))?;
+    let files: Vec<String> = files.iter().chain([&steps]).map(|f| f.display().to_string()).collect();
+    let enter = format!(
+        "set -e; mount -t tmpfs tmpfs {own}; cd {own}; cp {files} .; mkdir up work root; \
+         mount -t overlay -o lowerdir={root},upperdir=up,workdir=work overlay root; cd root; \
+         mount -t proc proc proc; mount --rbind /dev dev; mount --rbind /sys sys; mount -t tmpfs tmpfs run; \
+         mount --bind .. mnt; pivot_root . .; umount -l .; cd /; exec sh /mnt/steps",
+        own = own.display(),
+        files = files.join(" "),
+        root = root.display(),
+    );
+    let mut c = Command::new("unshare");
+    Ok(Output::of(c.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-c", &enter])))
+}
+
+/// Installs Debian's packages. Ends at the first command that fails.
 const IN_DEBIAN: &str = r#"set -eu
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive
 files() { find / -xdev ! -path '/var/lib/dpkg/*' ! -path '/var/log/*' ! -path '/etc/*-' ! -path '/tmp/*' | sort; }
@@ -84,6 +110,37 @@ do
 done
 echo "nothing is left"
 "#;
+
+/// Installs the package for pip, and uses it as root and as another user. Ends at the first command that fails.
+const IN_PYTHON: &str = r#"set -eu
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
+for builder in cargo rustc cc; do if command -v $builder; then exit 1; fi; done
+echo 127.0.0.1 localhost >/etc/hosts
+python3 -m venv --system-site-packages /opt/tests
+/opt/tests/bin/pip install --quiet --no-index --disable-pip-version-check /mnt/unirdma-*.whl
+export PATH=/opt/tests/bin:$PATH
+for user in 0 65534
+do
+    home=/home/$user
+    mkdir $home
+    chown $user $home
+    as() { setpriv --reuid $user --regid $user --clear-groups env HOME=$home "$@"; }
+    echo "begin of $user"
+    as sh -e /mnt/lines
+    as sh -c 'cd /mnt && unirdma with 2 -q -- python -B -m pytest -q -p no:cacheprovider test_rdma.py'
+    echo "end of $user"
+done
+if find /tmp /run -mindepth 1 | grep .; then exit 1; fi
+echo "nothing is left"
+"#;
+
+/// The first lines of the page for users' own tests.
+fn documented_lines() -> Result<String> {
+    let page = "docs/user/ci.md";
+    let text = std::fs::read_to_string(harness::root().join(page)).map_err(failed(page))?;
+    let lines = text.split("```sh\n").nth(1).and_then(|block| block.split("```").next());
+    lines.map(String::from).ok_or_else(|| format!("{page} has no lines for a shell"))
+}
 
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN, packages::PACKAGE]);
@@ -189,7 +246,29 @@ pub(crate) fn tests(t: &mut Tests) {
         socket.set_nonblocking(true).map_err(failed("the socket"))?;
         require(next().is_err(), "a host that is no service has said something")
     });
+    python(t);
     debian(t);
+}
+
+fn python(t: &mut Tests) {
+    t.topic(&[packages::PACKAGE, packages::RELEASES]);
+    t.need_root("the root directory of a Debian needs root");
+    t.test("package: on a Debian without Rust, pip installs it and the documented lines work", || {
+        let lab = Lab::start(None)?;
+        let root = harness::package::bare_debian("python", FOR_PYTHON)?;
+        let (lines, project) = (lab.dir.join("lines"), lab.dir.join("test_rdma.py"));
+        std::fs::write(&lines, documented_lines()?).map_err(failed("the lines"))?;
+        std::fs::write(&project, PROJECT).map_err(failed("the project"))?;
+        let o = in_debian(&lab, &root, &[harness::package::wheel()?, lines, project], IN_PYTHON)?;
+        require(o.ok() && o.text.contains("nothing is left") && !o.text.contains("ERROR"), &*o.text)?;
+        for user in ["0", "65534"] {
+            let part = o.text.split(&format!("begin of {user}\n")).nth(1).unwrap_or_default();
+            let part = part.split(&format!("end of {user}\n")).next().unwrap_or_default();
+            let expected = [" 65536 ", "hca_id:\tunirdma0", "PORT_ACTIVE", "2 passed"];
+            require(expected.iter().all(|e| part.contains(e)), &*o.text)?;
+        }
+        Ok(())
+    });
 }
 
 fn debian(t: &mut Tests) {
@@ -198,7 +277,7 @@ fn debian(t: &mut Tests) {
     t.test("package: Debian's packages install without Rust, an upgrade ends nothing, purge leaves nothing", || {
         let lab = Lab::start(None)?;
         let debs = harness::package::deb()?;
-        let root = harness::package::bare_debian()?;
+        let root = harness::package::bare_debian("bare", FOR_PACKAGES)?;
         let names: Vec<_> = debs.iter().filter_map(|d| d.file_name()?.to_str()?.split('_').next()).collect();
         require(
             names == ["unirdma-control", "unirdma-dkms", "unirdma-libs", "unirdma-provider", "unirdma"],
@@ -208,23 +287,7 @@ fn debian(t: &mut Tests) {
         for file in ["dkms.conf", "main.c", "probe/baseline.c"] {
             require(dkms.text.contains(&format!("/usr/src/unirdma_rdma-0.1.0/{file}")), dkms.text.clone())?;
         }
-        let own = lab.dir.join("debian");
-        std::fs::create_dir_all(&own).map_err(failed("the directory"))?;
-        let steps = lab.dir.join("steps");
-        std::fs::write(&steps, IN_DEBIAN).map_err(failed("the steps"))?;
-        let files: Vec<String> = debs.iter().chain([&steps]).map(|f| f.display().to_string()).collect();
-        // All of it ends with these namespaces.
-        let enter = format!(
-            "set -e; mount -t tmpfs tmpfs {own}; cd {own}; cp {files} .; mkdir up work root; \
-             mount -t overlay -o lowerdir={root},upperdir=up,workdir=work overlay root; cd root; \
-             mount -t proc proc proc; mount --rbind /dev dev; mount --rbind /sys sys; mount -t tmpfs tmpfs run; \
-             mount --bind .. mnt; pivot_root . .; umount -l .; cd /; exec sh /mnt/steps",
-            own = own.display(),
-            files = files.join(" "),
-            root = root.display(),
-        );
-        let mut c = Command::new("unshare");
-        let o = Output::of(c.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-c", &enter]));
+        let o = in_debian(&lab, &root, &debs, IN_DEBIAN)?;
         let lines = ["the group sees: a", "others see nothing", "nothing is left"];
         require(o.ok() && lines.iter().all(|l| o.text.contains(l)) && o.text.contains("unirdma0"), o.text)
     });

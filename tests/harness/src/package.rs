@@ -142,27 +142,24 @@ pub fn deb() -> Result<Vec<PathBuf>> {
     Ok(made)
 }
 
-/// Packages that ours depend on, or that the tests use, beyond those that every Debian has.
-const BARE: &str = "--include=ibverbs-utils,mount,passwd,systemd-standalone-sysusers";
-
-/// A root directory of this machine's release of Debian, in which packages can be installed. It is downloaded once and
-/// must not be changed.
+/// A root directory of this machine's release of Debian, with what every Debian has, and these packages, separated by
+/// commas. It is downloaded once for each `name`, and must not be changed.
 ///
 /// # Errors
 /// The failed download.
-pub fn bare_debian() -> Result<PathBuf> {
+pub fn bare_debian(name: &str, packages: &str) -> Result<PathBuf> {
     let release = std::fs::read_to_string("/etc/os-release").map_err(of(Path::new("/etc/os-release")))?;
     let release = release.lines().find_map(|l| l.strip_prefix("VERSION_CODENAME=")).unwrap_or("stable");
-    let dir = root().join("target").join(format!("bare-{release}"));
+    let dir = root().join("target").join(format!("{name}-{release}"));
     if dir.exists() {
         return Ok(dir);
     }
-    println!("downloading a bare Debian for packages");
+    println!("downloading a Debian with {packages}");
     let new = dir.with_extension("new");
     fresh(&new)?;
     let unread = ["doc", "locale", "man"].map(|d| format!("--dpkgopt=path-exclude=/usr/share/{d}/*"));
     let mut make = Command::new("mmdebstrap");
-    make.args(["--quiet", "--variant=essential", BARE]).args(unread).arg(release).arg(&new);
+    make.args(["--quiet", "--variant=essential", &format!("--include={packages}")]).args(unread).arg(release).arg(&new);
     succeed("mmdebstrap", make.arg(packages::source(release)))?;
     std::fs::rename(&new, &dir).map_err(of(&dir))?;
     Ok(dir)
