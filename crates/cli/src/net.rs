@@ -4,7 +4,7 @@
 //! through a packet socket. Neither needs a privilege outside of the container's own namespaces.
 
 use std::io;
-use std::net::UdpSocket;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use unirdma_ipc::vrnic::IpNet;
@@ -159,8 +159,8 @@ fn netlink(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
 
 fn octets(ip: &IpNet) -> (u8, Vec<u8>) {
     match ip.addr {
-        std::net::IpAddr::V4(a) => (libc::AF_INET as u8, a.octets().to_vec()),
-        std::net::IpAddr::V6(a) => (libc::AF_INET6 as u8, a.octets().to_vec()),
+        IpAddr::V4(a) => (libc::AF_INET as u8, a.octets().to_vec()),
+        IpAddr::V6(a) => (libc::AF_INET6 as u8, a.octets().to_vec()),
     }
 }
 
@@ -297,38 +297,48 @@ pub(crate) fn own_address() -> io::Result<IpNet> {
 }
 
 /// The interface of this network namespace that has an address.
-pub(crate) fn interface_of(addr: std::net::IpAddr) -> Option<String> {
-    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+pub(crate) fn interface_of(addr: IpAddr) -> Option<String> {
+    addresses().ok()?.into_iter().find_map(|(name, has)| (has == addr).then_some(name))
+}
+
+/// All addresses of this thread's network namespace, each after the name of its interface.
+///
+/// # Errors
+/// The kernel does not say.
+pub(crate) fn addresses() -> io::Result<Vec<(String, IpAddr)>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     // SAFETY: room for the list.
-    if unsafe { libc::getifaddrs(&mut list) } != 0 {
-        return None;
-    }
-    let mut found = None;
+    check(unsafe { libc::getifaddrs(&mut list) }, "addresses of interfaces")?;
+    let mut found = Vec::new();
     let mut at = list;
     // SAFETY: the list ends with NULL; an entry's address is NULL or as long as its family's; its name is a string.
     unsafe {
         while let Some(i) = at.as_ref() {
             at = i.ifa_next;
-            let has: Option<IpAddr> = match i.ifa_addr.as_ref().map(|a| i32::from(a.sa_family)) {
+            let has: IpAddr = match i.ifa_addr.as_ref().map(|a| i32::from(a.sa_family)) {
                 Some(libc::AF_INET) => {
                     let v4 = i.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned();
-                    Some(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)).into())
+                    Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)).into()
                 }
                 Some(libc::AF_INET6) => {
                     let v6 = i.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned();
-                    Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
+                    Ipv6Addr::from(v6.sin6_addr.s6_addr).into()
                 }
-                _ => None,
+                _ => continue,
             };
-            if has == Some(addr) {
-                found = Some(std::ffi::CStr::from_ptr(i.ifa_name).to_string_lossy().into_owned());
-                break;
-            }
+            found.push((std::ffi::CStr::from_ptr(i.ifa_name).to_string_lossy().into_owned(), has));
         }
         libc::freeifaddrs(list);
     }
-    found
+    Ok(found)
+}
+
+/// Whether an address holds for one link only.
+pub(crate) fn is_link_local(addr: IpAddr) -> bool {
+    match addr {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    }
 }
 
 #[cfg(test)]

@@ -24,11 +24,13 @@ pub enum Class {
     VrnicPreload,
     /// A new vRNIC of a group, which ends with the container.
     Group,
+    /// The same, with the addresses that the engine has given to the container's `eth0`.
+    GroupEth0,
 }
 
 impl Class {
     /// All classes.
-    pub const ALL: [Class; 3] = [Class::Vrnic, Class::VrnicPreload, Class::Group];
+    pub const ALL: [Class; 4] = [Class::Vrnic, Class::VrnicPreload, Class::Group, Class::GroupEth0];
 
     /// The part of a device's name before `=`.
     pub fn kind(self) -> String {
@@ -36,6 +38,7 @@ impl Class {
             Class::Vrnic => "vrnic",
             Class::VrnicPreload => "vrnic-preload",
             Class::Group => "group",
+            Class::GroupEth0 => "group-eth0",
         };
         format!("{VENDOR}/{class}")
     }
@@ -52,7 +55,8 @@ pub struct Cdi {
 
 impl Cdi {
     fn path(&self, class: Class, name: &str) -> PathBuf {
-        self.directory.join(format!("{}-{name}.json", class.kind().replace('/', "-")))
+        // No name has this sign, so the files of a group `eth0-a` and of the group `a` for eth0 differ.
+        self.directory.join(format!("{}={name}.json", class.kind().replace('/', "-")))
     }
 
     /// Removes the files of all vRNICs and groups, also those that an earlier virtual layer has left.
@@ -130,17 +134,23 @@ mod tests {
         std::fs::write(directory.join("vendor.com-gpu.json"), "{}").unwrap();
         cdi.put(Path::new("/run/unirdma"), &[Class::Vrnic, Class::VrnicPreload], "a");
         cdi.put(Path::new("/run/unirdma"), &[Class::Vrnic], "no-device.");
-        cdi.put(Path::new("/run/unirdma"), &[Class::Group], "blue");
-        let ours = ["unirdma.io-group-blue.json", "unirdma.io-vrnic-a.json", "unirdma.io-vrnic-preload-a.json"];
+        cdi.put(Path::new("/run/unirdma"), &[Class::Group], "eth0-blue");
+        cdi.put(Path::new("/run/unirdma"), &[Class::GroupEth0], "blue");
+        let ours = [
+            "unirdma.io-group-eth0=blue.json",
+            "unirdma.io-group=eth0-blue.json",
+            "unirdma.io-vrnic-preload=a.json",
+            "unirdma.io-vrnic=a.json",
+        ];
         assert_eq!(names(), [&ours[..], &["vendor.com-gpu.json"]].concat());
-        let text = std::fs::read_to_string(directory.join(ours[1])).unwrap();
+        let text = std::fs::read_to_string(directory.join(ours[3])).unwrap();
         let file: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(file["kind"], "unirdma.io/vrnic");
         assert_eq!(file["devices"][0]["name"], "a");
         let hook = &file["devices"][0]["containerEdits"]["hooks"][0];
         assert_eq!(hook["args"], json!(["unirdma", "--dir", "/run/unirdma", "cdi", "hook", "unirdma.io/vrnic=a"]));
         cdi.remove(&[Class::Vrnic], "a");
-        assert_eq!(names(), [ours[0], ours[2], "vendor.com-gpu.json"]);
+        assert_eq!(names(), [&ours[..3], &["vendor.com-gpu.json"]].concat());
         cdi.clear().unwrap();
         assert_eq!(names(), ["vendor.com-gpu.json"]);
         std::fs::remove_dir_all(directory.parent().unwrap()).unwrap();

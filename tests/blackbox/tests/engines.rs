@@ -168,6 +168,40 @@ pub(crate) fn tests(t: &mut Tests) {
         let list = || engine.podman.lab.unirdma(&["vrnic", "ls"]).text;
         soon(|| !list().contains("run-"), "the vRNIC of a container that has ended is left")
     });
+    t.on(engine, "engines: a vRNIC with the address that the engine has given to the container", |engine| {
+        let option = "--device unirdma.io/group-eth0=other";
+        let finds = "cat /sys/class/infiniband/unirdma0/ports/1/gid_attrs/ndevs/0; ls /sys/class/net";
+        let o = engine.run(option, &["sh", "-c", finds]);
+        require(o.ok() && o.text.starts_with("eth0\n") && !o.text.contains("rdma"), o.text)?;
+        for (server, client) in
+            [("ib_write_bw -F -n 500", "ib_write_bw -F -n 500"), ("rping -s -C 20", "rping -c -C 20 -a")]
+        {
+            let mut s = engine.spawn("server", option, &server.split(' ').collect::<Vec<_>>())?;
+            let lab = &engine.podman.lab;
+            let listens = || {
+                let list = lab.unirdma(&["vrnic", "ls", "-q"]).text;
+                let by_rdma = list.lines().any(|v| v.starts_with("run-") && lab.rdma_listens(v));
+                let by_tcp = engine.processes("server").is_ok_and(|(_, watcher)| harness::listens(watcher));
+                by_tcp || by_rdma || s.has_ended()
+            };
+            soon(listens, "the server does not listen")?;
+            let mut inspect = engine.podman.podman();
+            let o = Output::of(inspect.args(["inspect", "server", "-f", "{{.NetworkSettings.IPAddress}}"]));
+            let client: Vec<&str> = client.split(' ').chain([o.text.trim()]).collect();
+            let c = engine.run(option, &client);
+            both_end_well((s.finish_within(Duration::from_secs(20)), c))?;
+        }
+        for (network, why) in [
+            ("--network none", "unirdma: eth0 has no address yet"),
+            ("--network host", "unirdma: the container has the host's network, and no eth0"),
+            ("--device unirdma.io/group=other", "unirdma: a vRNIC with the addresses of eth0 is the only one"),
+        ] {
+            let o = engine.run(&format!("{network} {option}"), &["id"]);
+            require(!o.ok() && o.text.contains(why), format!("{network}: {}", o.text))?;
+        }
+        let list = || engine.podman.lab.unirdma(&["vrnic", "ls"]).text;
+        soon(|| !list().contains("run-"), "the vRNIC of a container that has ended is left")
+    });
     t.on(engine, "engines: programs with a libibverbs of their own find the vRNIC, if it is asked for", |engine| {
         let option = engine.vrnic("a")?.replace("/vrnic=", "/vrnic-preload=");
         let o = engine.run(&option, &["sh", "-c", "cat /etc/ld.so.preload; ibv_devinfo | grep hca_id"]);
@@ -282,12 +316,14 @@ pub(crate) fn tests(t: &mut Tests) {
         let file = |what: &str| format!("unirdma.io-{what}.json");
         let lab = &engine.podman.lab;
         require(
-            names().contains(&file("vrnic-a")) && names().contains(&file("group-other")),
+            ["vrnic=a", "vrnic-preload=a", "group=other", "group-eth0=other"]
+                .iter()
+                .all(|f| names().contains(&file(f))),
             format!("{:?}", names()),
         )?;
         let before = names();
         lab.vrnic("d", &[])?;
-        require(names().contains(&file("vrnic-d")), format!("{:?}", names()))?;
+        require(names().contains(&file("vrnic=d")), format!("{:?}", names()))?;
         require(lab.unirdma(&["vrnic", "rm", "d"]).ok() && names() == before, format!("{:?}", names()))?;
         let o = engine.run("--device unirdma.io/vrnic=d", &["id"]);
         require(!o.ok() && o.text.contains("unirdma.io/vrnic=d"), o.text)

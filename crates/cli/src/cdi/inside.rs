@@ -38,6 +38,8 @@ pub(super) struct Plan<'a> {
     pub view: String,
     /// Its network namespace; `None`: the host's.
     pub network: Option<String>,
+    /// The vRNICs have interfaces of their own.
+    pub interfaces: bool,
     /// Its user namespace; `None`: the host's.
     pub users: Option<String>,
     /// Its mount namespace.
@@ -58,7 +60,7 @@ impl Plan<'_> {
         let interfaces = match &network {
             Some(network) => {
                 enter(network, LinkNameSpaceType::Network)?;
-                net::set_up(&sandbox::interfaces(self.devices)?, false)?
+                if self.interfaces { net::set_up(&sandbox::interfaces(self.devices)?, false)? } else { Vec::new() }
             }
             None => Vec::new(),
         };
@@ -144,7 +146,7 @@ fn go_to(root: &OwnedFd) -> io::Result<()> {
 /// `f_type` of a sysfs, statfs(2).
 const SYSFS_MAGIC: rustix::fs::FsWord = 0x6265_6572;
 
-fn enter(space: &fs::File, kind: LinkNameSpaceType) -> io::Result<()> {
+pub(super) fn enter(space: &fs::File, kind: LinkNameSpaceType) -> io::Result<()> {
     move_into_link_name_space(space.as_fd(), Some(kind)).map_err(context("cannot enter the container's namespaces"))
 }
 

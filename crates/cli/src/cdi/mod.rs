@@ -10,31 +10,33 @@ mod image;
 mod inside;
 mod request;
 
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::thread;
 
 use clap::Subcommand;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use rustix::thread::UnshareFlags;
-use unirdma_ipc::vrnic::VrnicInfo;
+use rustix::thread::{LinkNameSpaceType, UnshareFlags};
+use unirdma_ipc::vrnic::{IpNet, VrnicInfo};
 use unirdma_supervisor::Client;
 use unirdma_supervisor::admin::{Request, TakeVrnic};
 use unirdma_supervisor::cdi::Class;
 
 use crate::errors::context;
-use crate::{confine, container, process, sandbox, vrnics};
+use crate::{confine, container, net, process, sandbox, vrnics};
 use request::{Asked, Container};
 
 #[derive(Subcommand)]
 pub(crate) enum CdiCommand {
     /// Give vRNICs to a container whose state (of the OCI runtime specification) is on standard input
     Hook {
-        /// A device: unirdma.io/vrnic=NAME, unirdma.io/vrnic-preload=NAME or unirdma.io/group=NAME. The hook of a
-        /// container's first device serves all of them
+        /// A device: unirdma.io/vrnic=NAME, unirdma.io/vrnic-preload=NAME, unirdma.io/group=NAME or
+        /// unirdma.io/group-eth0=NAME. The hook of a container's first device serves all of them
         #[arg(value_name = "DEVICE")]
         device: Asked,
     },
@@ -102,13 +104,19 @@ impl Kept {
     fn give(dir: &Path, container: &Container) -> io::Result<Kept> {
         let pid = Pid::from_raw(container.pid).ok_or_else(|| io::Error::other("the container has no process"))?;
         let first = pidfd_open(pid, PidfdFlags::empty()).map_err(context("the container has ended"))?;
-        let (mut clients, vrnics): (Vec<_>, Vec<_>) = take(dir, &container.devices)?.into_iter().unzip();
         let of = |file: &str| format!("/proc/{}/{file}", container.pid);
         let inode = |file: &str| Ok::<_, io::Error>(std::fs::metadata(file)?.ino());
         let own = |space: &str| Ok::<_, io::Error>(inode(&of(space))? != inode(&format!("/proc/self/{space}"))?);
         let (own_net, own_users) = (own("ns/net")?, own("ns/user")?);
+        let network = own_net.then(|| of("ns/net"));
+        let taken = take(dir, &container.devices, network.as_deref())?;
+        let (mut clients, vrnics): (Vec<_>, Vec<_>) = taken.into_iter().unzip();
         let names = container::device_names("unirdma0", vrnics.len())?;
-        let interfaces = free_interfaces(&std::fs::read_to_string(of("net/dev"))?, vrnics.len());
+        let on_eth0 = container.devices.iter().any(|d| d.class == Class::GroupEth0);
+        let interfaces = match on_eth0 {
+            true => vec![ETH0.to_string()],
+            false => free_interfaces(&std::fs::read_to_string(of("net/dev"))?, vrnics.len()),
+        };
         let devices = container::devices(&vrnics, &names, &interfaces);
         let libraries = container::library_dir()?;
         let (ours, theirs) = UnixStream::pair()?;
@@ -117,7 +125,8 @@ impl Kept {
             let plan = inside::Plan {
                 root: &container.root,
                 view: of("root"),
-                network: own_net.then(|| of("ns/net")),
+                network,
+                interfaces: !on_eth0,
                 users: own_users.then(|| of("ns/user")),
                 mounts: of("ns/mnt"),
                 devices: &devices,
@@ -150,16 +159,45 @@ impl Kept {
     }
 }
 
-/// The vRNICs for these devices, each with the connection that holds it.
-fn take(dir: &Path, devices: &[Asked]) -> io::Result<Vec<(Client, VrnicInfo)>> {
+/// The interface that engines give to their containers.
+const ETH0: &str = "eth0";
+
+/// The addresses of a container's [`ETH0`]. `network`: its network namespace, if it has one of its own.
+fn addresses_of_eth0(network: Option<&str>) -> io::Result<Vec<IpNet>> {
+    let hint = "take unirdma.io/group, whose vRNIC has an address of its own";
+    let refused = |why: &str| io::Error::other(format!("{why}; {hint}"));
+    let network = network.ok_or_else(|| refused("the container has the host's network, and no eth0"))?;
+    let network = File::open(network).map_err(context("cannot open the container's network"))?;
+    // A thread of its own, since this process stays in the host's network.
+    let look = || {
+        inside::enter(&network, LinkNameSpaceType::Network)?;
+        net::addresses()
+    };
+    let all = thread::scope(|s| s.spawn(look).join()).map_err(|_| io::ErrorKind::Other)??;
+    let all = all.into_iter().filter(|(name, ip)| name == ETH0 && !net::is_link_local(*ip));
+    let all: Vec<IpNet> = all.filter_map(|(_, ip)| ip.to_string().parse().ok()).collect();
+    if all.is_empty() {
+        return Err(refused("eth0 has no address yet: docker 28 and newer give it later, `--network none` never"));
+    }
+    Ok(all)
+}
+
+/// The vRNICs for these devices, each with the connection that holds it. `network`: the container's network namespace,
+/// if it has one of its own.
+fn take(dir: &Path, devices: &[Asked], network: Option<&str>) -> io::Result<Vec<(Client, VrnicInfo)>> {
     container::check_count(devices.len())?;
+    if devices.len() > 1 && devices.iter().any(|d| d.class == Class::GroupEth0) {
+        return Err(io::Error::other("a vRNIC with the addresses of eth0 is the only one of its container"));
+    }
     let mut all = Vec::new();
     for Asked { class, name } in devices {
         let mut client = Client::connect(dir)?;
         let info = match class {
             Class::Vrnic | Class::VrnicPreload => vrnics::show(&mut client, name)?,
-            Class::Group => {
-                let take = TakeVrnic { new: true, group: Some(name.clone()), ..TakeVrnic::default() };
+            Class::Group | Class::GroupEth0 => {
+                let own = *class == Class::GroupEth0;
+                let ips = if own { addresses_of_eth0(network)? } else { Vec::new() };
+                let take = TakeVrnic { new: true, group: Some(name.clone()), ips, ..TakeVrnic::default() };
                 vrnics::ask(&mut client, &Request::VrnicTake(take))?
             }
         };

@@ -130,6 +130,7 @@ mod tests {
         assert_eq!(asked("unirdma.io/vrnic=a"), Ok(Asked { class: Class::Vrnic, name: "a".into() }));
         assert_eq!(asked("unirdma.io/vrnic-preload=a").unwrap().class, Class::VrnicPreload);
         assert_eq!(asked("unirdma.io/group=blue").unwrap().name, "blue");
+        assert_eq!(asked("unirdma.io/group-eth0=blue").unwrap().class, Class::GroupEth0);
         for wrong in ["", "a", "unirdma.io/vrnic", "unirdma.io/vrnic=", "unirdma.io/nic=a", "nvidia.com/gpu=0"] {
             assert!(asked(wrong).is_err(), "{wrong}");
         }

@@ -83,7 +83,7 @@ const LEASE_BACKLOG: i32 = 128;
 
 /// Classes of devices that a vRNIC and a group are for container engines.
 const VRNIC_CLASSES: &[Class] = &[Class::Vrnic, Class::VrnicPreload];
-const GROUP_CLASSES: &[Class] = &[Class::Group];
+const GROUP_CLASSES: &[Class] = &[Class::Group, Class::GroupEth0];
 
 /// State of all groups: names, numbers and addresses.
 struct Registry {
