@@ -38,9 +38,11 @@ impl Engine {
         Output::of(&mut self.command(IMAGE, options, program))
     }
 
-    /// Removes a container.
+    /// Removes a container, also what podman leaves in /run/runc of one whose watcher was killed.
     fn remove(&self, name: &str) {
+        let id = Output::of(self.podman.podman().args(["inspect", name, "-f", "{{.Id}}"])).text;
         let _ = Output::of(self.podman.podman().args(["rm", "-f", "-t", "0", name]));
+        let _ = Output::of(Command::new("runc").args(["delete", "--force", id.trim()]));
     }
 
     fn spawn(&self, name: &str, options: &str, program: &[&str]) -> Result<Running> {
