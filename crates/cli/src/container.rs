@@ -22,6 +22,7 @@ use crate::bind::{self, Bind};
 use crate::carried;
 use crate::home::{self, Show};
 use crate::idmap;
+use crate::mounts::Host;
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
 use crate::sysfs::{self, Device};
@@ -200,42 +201,54 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     if let Some((working, why)) = working.as_ref().and_then(|w| Some((w, w.guard.as_ref().err()?))) {
         eprintln!("unirdma: the working directory {} is read-only: {why}", working.path.display());
     }
+    let sandbox = Sandbox {
+        dir,
+        host: Host::All,
+        vrnics: &vrnics.iter().map(|v| Path::new(&v.dir)).collect::<Vec<_>>(),
+        devices: &devices,
+        libraries: Some(&libraries),
+        own_net: args.net == Net::Own,
+        homes: &homes,
+        working: working.as_ref(),
+        binds: &args.bind,
+        preload: !args.no_preload,
+        explain: args.explain,
+        execute: &|lost| sandbox::execute(&args.command, lost),
+    };
+    let (code, network) = contain(&sandbox, &mut clients)?;
+    // Frees the vRNICs before this command ends, so that the next container can have them at once. An error is ignored:
+    // a virtual layer that is gone has no container left. The virtual layer still passes on the last frames that the
+    // container sent, which needs the container's network; so the network is dropped afterwards.
+    let detached: io::Result<Vec<_>> = clients.iter_mut().map(|c| c.ask(&Request::Detach, None)).collect();
+    drop(network);
+    if let (Err(_), Some(host)) = (detached, host) {
+        unnamed::wait_for_end(dir, host);
+    }
+    Ok(code)
+}
+
+/// Starts a container and waits until its command has ended. `clients`: connections that hold the vRNICs of its
+/// devices. Returns the command's exit code, and a descriptor that keeps the container's own network alive.
+///
+/// # Errors
+/// The container could not be started. A step inside that fails is an exit code, and has printed why.
+pub(crate) fn contain(sandbox: &Sandbox<'_>, clients: &mut Vec<Client>) -> io::Result<(u8, Option<OwnedFd>)> {
     let (ours, theirs) = UnixStream::pair()?;
     let foreground = Foreground::now();
     let (pid, nested) = match fork()? {
         (Some(pid), nested) => (pid, nested),
         (None, nested) => {
-            drop((clients, ours));
-            let sandbox = Sandbox {
-                dir,
-                devices: &devices,
-                libraries: &libraries,
-                own_net: args.net == Net::Own,
-                homes: &homes,
-                working: working.as_ref(),
-                binds: &args.bind,
-                preload: !args.no_preload,
-                explain: args.explain,
-                command: &args.command,
-            };
-            sandbox::first_process(&sandbox, theirs, nested)
+            clients.clear();
+            drop(ours);
+            sandbox::first_process(sandbox, theirs, nested)
         }
     };
     drop(theirs);
-    match serve(&mut clients, dir, &devices, pid, ours, nested, || process::pass_signals_to(pid, false)) {
+    match serve(clients, sandbox.dir, sandbox.devices, pid, ours, nested, || process::pass_signals_to(pid, false)) {
         Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
-            // Frees the vRNICs before this command ends, so that the next container can have them at once. An error is
-            // ignored: a virtual layer that is gone has no container left. The virtual layer still passes on the last
-            // frames that the container sent, which needs the container's network; so the network is dropped
-            // afterwards.
-            let detached: io::Result<Vec<_>> = clients.iter_mut().map(|c| c.ask(&Request::Detach, None)).collect();
-            drop(network);
-            if let (Err(_), Some(host)) = (detached, host) {
-                unnamed::wait_for_end(dir, host);
-            }
-            Ok(code)
+            Ok((code, network))
         }
         Err(e) => {
             process::kill(pid);

@@ -42,6 +42,7 @@ mod unnamed;
 mod vfs;
 mod vm_run;
 mod vmm_args;
+mod vmm_files;
 mod vrnics;
 mod wait;
 mod with;

@@ -37,24 +37,45 @@ pub(crate) const REAL: &str = "/run/unirdma-lib/real";
 
 /// Entries of the host's root directory that the container has its own of, or none.
 const OWN: [&str; 5] = ["proc", "dev", "tmp", "run", "lost+found"];
+/// Entries of the host's root directory with programs, their configuration, and what the kernel says about the machine.
+const SYSTEM: [&str; 11] = ["bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "nix", "gnu", "sys"];
 /// Devices that everybody may use.
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 /// Devices that reach only what a program has already: its memory, its network namespace, its mounts. If root makes a
 /// container, its user may use them whatever the host's permissions say.
 const OPEN_DEVICES: [&str; 3] = ["userfaultfd", "net/tun", "fuse"];
 
+/// The part of the host that a container shows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Host {
+    /// All files.
+    All,
+    /// Programs and their configuration ([`SYSTEM`]), and an empty working directory.
+    System,
+}
+
+/// True if a container that shows no more than [`Host::System`] shows what is at this path.
+pub(crate) fn is_of_system(path: &Path) -> bool {
+    let within = |path: &Path| SYSTEM.iter().any(|name| path.starts_with(Path::new("/").join(name)));
+    within(path) && fs::canonicalize(path).is_ok_and(|real| within(&real))
+}
+
 /// Parameters of a container's file system.
 pub(crate) struct Plan<'a> {
     /// The virtual layer's directory, which the container must not see.
     pub dir: &'a Path,
+    pub host: Host,
     /// The vRNICs' directories.
     pub vrnics: &'a [&'a Path],
-    pub libraries: &'a Path,
+    /// The directory of our libraries, for a container whose programs use the vRNICs by them.
+    pub libraries: Option<&'a Path>,
     /// The system's files of the names of our libraries, which ours cover.
     pub covered: &'a [(&'a str, Vec<PathBuf>)],
     /// Directories that do not show as they are; each comes after the directories that contain it.
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
+    /// The working directory of the command.
+    pub starts_in: Option<&'a Path>,
     pub binds: &'a [Bind],
     pub ids: Ids,
     /// The container's user namespace.
@@ -398,10 +419,12 @@ impl Root<'_> {
         let tree = self.private()?;
         self.put_within_reach(&tree, &view.path)?;
         self.put_all(&view.entries)?;
-        if view.read_only {
+        if view.show == Show::Ro {
             for name in home::PRIVATE {
                 self.put(&self.private()?, &view.path.join(name))?;
             }
+        }
+        if view.is_read_only(self.plan) {
             self.fixed.borrow_mut().push(tree.mount.try_clone()?);
         }
         Ok(tree)
@@ -411,7 +434,7 @@ impl Root<'_> {
     fn devices(&self, devices: &[(Tree, PathBuf)], terminal: Option<&Tree>) -> io::Result<()> {
         for (tree, path) in devices {
             let open = path.strip_prefix("/dev").is_ok_and(|p| OPEN_DEVICES.iter().any(|o| p == Path::new(o)));
-            if !open || !self.plan.ids.are_mapped() || self.make_device(path).is_err() {
+            if !open || !self.plan.ids.are_mapped() || self.make_device(path, path).is_err() {
                 self.put(tree, path)?;
             }
         }
@@ -433,14 +456,27 @@ impl Root<'_> {
         Ok(())
     }
 
-    /// Makes a device node like the host's that everybody may use. Only root can.
-    fn make_device(&self, path: &Path) -> io::Result<()> {
-        let device = fs::metadata(path)?.rdev();
+    /// Makes a device node like the host's at `source` that everybody may use. Only root can.
+    fn make_device(&self, source: &Path, path: &Path) -> io::Result<()> {
+        let device = fs::metadata(source)?;
+        let kind = rustix::fs::FileType::from_raw_mode(device.mode());
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
         let parent = self.place(parent, true)?;
         let mode = Mode::from_raw_mode(0o666);
-        rustix::fs::mknodat(&parent, name, rustix::fs::FileType::CharacterDevice, mode, device)?;
+        rustix::fs::mknodat(&parent, name, kind, mode, device.rdev())?;
         Ok(rustix::fs::chmodat(&parent, name, mode, rustix::fs::AtFlags::empty())?)
+    }
+
+    /// Puts what a `--bind` gives at its place. Returns whether the container's user has the rights on it that this
+    /// user has outside.
+    fn give(&self, tree: &Tree, bind: &Bind) -> io::Result<bool> {
+        // No mount can map the ids of a device.
+        let makes = is_device(&bind.source) && self.plan.ids.are_mapped() && bind.target.starts_with("/dev");
+        if makes && self.make_device(&bind.source, &bind.target).is_ok() {
+            return Ok(true);
+        }
+        self.put_within_reach(tree, &bind.target)?;
+        Ok(tree.owned)
     }
 }
 
@@ -463,8 +499,8 @@ enum Place {
 struct View {
     path: PathBuf,
     hidden: Hidden,
-    /// True if it is read-only and has directories for programs to write to.
-    read_only: bool,
+    /// [`Show::Ro`], with directories for programs to write to, or [`Show::None`].
+    show: Show,
     entries: Vec<(Shown, PathBuf)>,
 }
 
@@ -478,7 +514,12 @@ impl View {
             }
         }
         let hidden = Hidden::find(&home.path)?;
-        Ok(View { path: home.path.clone(), hidden, read_only: home.show == Show::Ro, entries })
+        Ok(View { path: home.path.clone(), hidden, show: home.show, entries })
+    }
+
+    /// Programs of the system alone need no home directory of their own.
+    fn is_read_only(&self, plan: &Plan<'_>) -> bool {
+        self.show == Show::Ro || plan.host == Host::System
     }
 }
 
@@ -516,29 +557,28 @@ impl<'a> Copies<'a> {
         let guarded = guarded.map(|path| given(path, true)).collect::<io::Result<_>>()?;
         let mut binds = Vec::new();
         for b in plan.binds {
-            let kind = fs::metadata(&b.source)?.file_type();
-            let is_device = kind.is_char_device() || kind.is_block_device();
-            let tree = Tree::copy(&b.source)?;
-            let tree = if is_device { tree } else { tree.own(plan) };
-            binds.push((tree.harmless(b.read_only, is_device)?, b));
+            let (tree, device) = (Tree::copy(&b.source)?, is_device(&b.source));
+            let tree = if device { tree } else { tree.own(plan) };
+            binds.push((tree.harmless(b.read_only, device)?, b));
         }
-        let mut libraries = Vec::new();
-        for entry in fs::read_dir(plan.libraries)?.flatten() {
-            // The names are links to one file. Each becomes a mount of that file, so that it stays one file.
-            if let Ok(file) = fs::canonicalize(entry.path())
-                && file.is_file()
-            {
-                libraries.push((given(file, true)?.0, Path::new(LIBRARIES).join(entry.file_name())));
+        let (mut libraries, mut covered) = (Vec::new(), Vec::new());
+        if let Some(ours) = plan.libraries {
+            for entry in fs::read_dir(ours)?.flatten() {
+                // The names are links to one file. Each becomes a mount of that file, so that it stays one file.
+                if let Ok(file) = fs::canonicalize(entry.path())
+                    && file.is_file()
+                {
+                    libraries.push((given(file, true)?.0, Path::new(LIBRARIES).join(entry.file_name())));
+                }
             }
-        }
-        let mut covered = Vec::new();
-        for (name, real) in plan.covered {
-            if let Some(first) = real.first() {
-                covered.push((given(first.clone(), true)?.0, Path::new(REAL).join(name)));
-            }
-            let ours = fs::canonicalize(plan.libraries.join(name))?;
-            for at in real.iter().filter(|at| **at != ours) {
-                covered.push((given(ours.clone(), true)?.0, at.clone()));
+            for (name, real) in plan.covered {
+                if let Some(first) = real.first() {
+                    covered.push((given(first.clone(), true)?.0, Path::new(REAL).join(name)));
+                }
+                let ours = fs::canonicalize(ours.join(name))?;
+                for at in real.iter().filter(|at| **at != ours) {
+                    covered.push((given(ours.clone(), true)?.0, at.clone()));
+                }
             }
         }
         let resolver = fs::canonicalize("/etc/resolv.conf").ok().filter(|p| p.starts_with("/run"));
@@ -552,11 +592,16 @@ impl<'a> Copies<'a> {
         let mut vrnics = Vec::new();
         for (number, dir) in plan.vrnics.iter().enumerate() {
             vrnics.push((Tree::copy(dir)?.harmless(true, false)?, vrnic_dir(number).into()));
-            // For programs that look for a character device of RDMA. Our library opens none.
-            devices.push((Tree::copy(Path::new("/dev/null"))?, format!("/dev/infiniband/uverbs{number}").into()));
+            if plan.libraries.is_some() {
+                // For programs that look for a character device of RDMA. Our library opens none.
+                devices.push((Tree::copy(Path::new("/dev/null"))?, format!("/dev/infiniband/uverbs{number}").into()));
+            }
         }
         Ok(Copies {
-            top: shown(Path::new("/"), |name| !OWN.iter().any(|o| name == *o))?,
+            top: shown(Path::new("/"), |name| match plan.host {
+                Host::All => !OWN.iter().any(|o| name == *o),
+                Host::System => SYSTEM.iter().any(|s| name == *s),
+            })?,
             homes,
             working,
             guarded,
@@ -569,6 +614,10 @@ impl<'a> Copies<'a> {
             terminal: terminal(),
         })
     }
+}
+
+fn is_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|m| m.file_type().is_char_device() || m.file_type().is_block_device())
 }
 
 /// Read-only copies of those entries of a directory whose names `name` accepts.
@@ -629,8 +678,13 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
         }
         covers.cover()?;
     }
+    if let (Host::System, Some(at)) = (plan.host, plan.starts_in) {
+        // Relative paths in a command are meant from here. What is given may lie in it.
+        let _ = root.place(at, true);
+    }
+    let mut owned = Vec::new();
     for (tree, bind) in &copies.binds {
-        root.put_within_reach(tree, &bind.target)?;
+        owned.push(root.give(tree, bind)?);
         covers.give(&bind.source, &bind.target)?;
     }
     for (tree, path) in copies.vrnics.iter().chain(&copies.libraries).chain(&copies.covered) {
@@ -641,7 +695,7 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
     Ok(Built {
         home: copies.homes.iter().find_map(|h| if let Place::Whole(tree, _) = h { Some(tree.owned) } else { None }),
         working: copies.working.map(|w| w.0.owned),
-        binds: copies.binds.iter().map(|b| b.0.owned).collect(),
+        binds: owned,
     })
 }
 
@@ -688,7 +742,7 @@ impl Covers<'_> {
             for ((view, tree), at) in found.into_iter().filter(|(v, at)| shows(at, v.0)) {
                 let tree = tree.again().map_err(context(format!("cannot cover {}", at.display())))?;
                 self.root.put(&tree, &at)?;
-                if view.read_only {
+                if view.is_read_only(self.root.plan) {
                     self.root.fixed.borrow_mut().push(tree.mount);
                 }
             }

@@ -5,6 +5,7 @@
 //! IPC, host name) belong to that user namespace. The user and the network namespace exist before the tree, because
 //! id-mapped mounts need the one, and the container's /sys the other.
 
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
@@ -24,7 +25,7 @@ use crate::bind::Bind;
 use crate::errors::{self, context};
 use crate::home::{Home, Show};
 use crate::idmap::{Ids, Namespaces};
-use crate::mounts::{self, Built, LIBRARIES, Plan};
+use crate::mounts::{self, Built, Host, LIBRARIES, Plan};
 use crate::net::Interface;
 use crate::sysfs::{self, Device, Live, Net};
 use crate::workdir::Working;
@@ -34,8 +35,14 @@ use crate::{confine, loader, process};
 pub(crate) struct Sandbox<'a> {
     /// The virtual layer's directory.
     pub dir: &'a Path,
+    /// The part of the host that it shows.
+    pub host: Host,
+    /// The vRNICs' directories.
+    pub vrnics: &'a [&'a Path],
+    /// The RDMA devices that its programs see.
     pub devices: &'a [Device<'a>],
-    pub libraries: &'a Path,
+    /// The directory of our libraries, if its programs use the vRNICs by them.
+    pub libraries: Option<&'a Path>,
     pub own_net: bool,
     pub homes: &'a [Home],
     pub working: Option<&'a Working>,
@@ -44,7 +51,8 @@ pub(crate) struct Sandbox<'a> {
     pub preload: bool,
     /// Print the ids and rights that the container has.
     pub explain: bool,
-    pub command: &'a [OsString],
+    /// Executes the command. Gets the working directory if the container does not have it.
+    pub execute: &'a dyn Fn(Option<&Path>) -> Infallible,
 }
 
 /// Namespaces in which the first process begins, and namespaces that it makes within its user namespace.
@@ -75,7 +83,7 @@ pub(crate) fn first_process(sandbox: &Sandbox<'_>, sock: UnixStream, nested: boo
         Ok(Some(child)) => child,
         Ok(None) => {
             process::hold_signals(false);
-            execute(sandbox.command, lost.as_deref())
+            match (sandbox.execute)(lost.as_deref()) {}
         }
         Err(e) => fail(&e),
     };
@@ -114,9 +122,8 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(context("cannot keep mounts to the container"))?;
     let homes = sandbox.homes.iter().map(|h| &*h.path);
-    let libraries = (sandbox.libraries, Path::new(LIBRARIES));
-    if sandbox.preload
-        && let Err(e) = loader::set_up(sandbox.dir, libraries, homes.chain([sandbox.dir]))
+    if let Some(libraries) = sandbox.libraries.filter(|_| sandbox.preload)
+        && let Err(e) = loader::set_up(sandbox.dir, (libraries, Path::new(LIBRARIES)), homes.chain([sandbox.dir]))
     {
         let why = errors::plain(&e.to_string());
         eprintln!("unirdma: programs that bring a libibverbs of their own will find no device: {why}");
@@ -129,25 +136,18 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
     let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
-    match sysfs::set_up(Path::new(sysfs::SYS), sandbox.dir, sandbox.devices, net, Live::make(sandbox.devices)) {
-        // From here on the outside serves the files, which the steps below may touch.
-        Ok(files) if !files.is_empty() => {
-            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-            fdpass::send(sock.as_fd(), &[net.step()], &files).map(drop)?;
-        }
-        Ok(_) => {}
-        Err(e) => {
-            let e = errors::plain(&e.to_string());
-            eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
-        }
+    if !sandbox.devices.is_empty() {
+        show_devices(sandbox.dir, sandbox.devices, net, &sock)?;
     }
     let plan = Plan {
         dir: sandbox.dir,
-        vrnics: &sandbox.devices.iter().map(|d| Path::new(&d.info.dir)).collect::<Vec<_>>(),
+        host: sandbox.host,
+        vrnics: sandbox.vrnics,
         libraries: sandbox.libraries,
         covered: &loader::resolved(),
         homes: sandbox.homes,
         working: sandbox.working,
+        starts_in: working.as_deref(),
         binds: sandbox.binds,
         ids,
         users: users.as_fd(),
@@ -178,6 +178,24 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     drop((sock, network));
     confine::close_descriptors(false)?;
     Ok(go_to(working))
+}
+
+/// Makes the /sys of this mount namespace show the devices. `dir`: the virtual layer's directory. `sock`: leads to the
+/// process outside.
+fn show_devices(dir: &Path, devices: &[Device<'_>], net: Net, sock: &UnixStream) -> io::Result<()> {
+    match sysfs::set_up(Path::new(sysfs::SYS), dir, devices, net, Live::make(devices)) {
+        // From here on the outside serves the files, which later steps may touch.
+        Ok(files) if !files.is_empty() => {
+            let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+            fdpass::send(sock.as_fd(), &[net.step()], &files).map(drop)?;
+        }
+        Ok(_) => {}
+        Err(e) => {
+            let e = errors::plain(&e.to_string());
+            eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
+        }
+    }
+    Ok(())
 }
 
 /// Enters the container's network namespace for good, and mounts a /sys that shows it.

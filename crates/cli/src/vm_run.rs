@@ -1,13 +1,13 @@
 //! `unirdma vm`: starts a virtual machine that has a vRNIC, to try it out.
 //!
-//! QEMU runs as a child in the foreground, with the terminal as the machine's console, and ends with this program.
-//! Stock QEMU has no name for the device's number; a library that this program carries adds it.
+//! QEMU runs in the foreground, with the terminal as the machine's console, and ends with this program. It is in a
+//! container of its own, with the files that the command line names. Stock QEMU has no name for the device's number; a
+//! library that this program carries adds it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,12 +15,17 @@ use std::process::{Command, Stdio};
 use clap::{Args, Subcommand, ValueEnum};
 use rustix::termios::{OptionalActions, Termios};
 use rustix::thread::UnshareFlags;
+use unirdma_abi::container::vrnic_dir;
 use unirdma_ipc::vrnic::{VrnicInfo, Way};
 use unirdma_supervisor::Client;
 
-use crate::sandbox::{end_with_parent, fail};
+use crate::bind::{self, Bind};
+use crate::home::{self, Show};
+use crate::mounts::Host;
+use crate::sandbox::{Sandbox, end_with_parent, fail};
+use crate::vmm_files::{self, Scratch};
 use crate::vrnics::show;
-use crate::{process, vmm_args};
+use crate::{container, process, vmm_args};
 
 /// The library built from `guest/qemu/name.rs`.
 const NAME_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/name.so"));
@@ -29,12 +34,21 @@ const RUN_EXAMPLES: &str = "Examples:
   unirdma vm run --vrnic vm --image debian-13-generic-amd64.qcow2 --user-data me.yaml --nat
   unirdma vm run --vrnic vm --image disk.qcow2 --snapshot --memory 8G --cpus 4
   unirdma vm run --vrnic vm --kernel vmlinuz --initrd initrd.img --append 'console=ttyS0 quiet'
-  unirdma vm run --vrnic vm --image disk.raw --format raw -- -device virtio-rng-pci
+  unirdma vm run --vrnic vm --image disk.raw --format raw -- -drive file=/data/more.qcow2,if=virtio
+  unirdma vm run --vrnic vm --image overlay.qcow2 --bind /data/base.qcow2:ro --bind /data/vm -- -qmp unix:/data/vm/qmp,server=on
 
 The terminal is the machine's console: Ctrl-A X ends the machine, Ctrl-A C is QEMU's monitor, and Ctrl-C goes to the guest.
 The guest sees the vRNIC as a virtio device, for which it needs a driver and a provider (docs/user/virtual-machines.md), and the vRNIC's
 eth0 as a virtio network device with the vRNIC's MAC.
 KVM is used if /dev/kvm can be, and else emulation (TCG), which is slow.
+
+QEMU runs in a container of its own. It reaches this vRNIC's sockets, the files that these options and QEMU's arguments name, programs
+and libraries of the host (/usr, /etc), which are read-only, and nothing else: no other vRNIC, home directory, or file of another
+machine. Files that exist and that an argument names, alone or after `=` or `:`, are given to it. Give others by --bind: backing files of
+an image, files named in JSON or in a file of options, the directory of a socket or a log that QEMU makes. It has the host's network with
+--nat and with arguments of your own, which may need it, and else none. If root starts it, QEMU is an unprivileged user outside, with
+root's rights on what it is given. What needs more, such as network helpers, devices that arguments only imply, or descriptors from
+outside, works with --unconfined.
 
 Exit code: that of QEMU, which is 0 when the guest has powered off; 128 and the signal if one ended it.";
 
@@ -98,6 +112,12 @@ pub(crate) struct RunArgs {
     /// QEMU
     #[arg(long, value_name = "PROGRAM", default_value = QEMU)]
     qemu: PathBuf,
+    /// Give QEMU a file, device or directory, at the same place or at DST; may be given more than once
+    #[arg(long, value_name = "SRC[:DST][:ro]", value_parser = bind::parse, conflicts_with = "unconfined")]
+    bind: Vec<Bind>,
+    /// Start QEMU as an ordinary process with all rights of this user: who breaks out of the guest has them
+    #[arg(long)]
+    unconfined: bool,
     /// More arguments of QEMU
     #[arg(last = true, value_name = "QEMU ARGS")]
     more: Vec<OsString>,
@@ -153,19 +173,86 @@ fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     }
     let qemu = check(&args.qemu)?;
     let (accel, why) = accelerator(args.accel)?;
-    let seed = args.user_data.as_deref().map(|u| Seed::make(&info, u, args.nat)).transpose()?;
-    let words = arguments(args, &info, &qemu, accel, seed.as_ref().map(|s| s.dir.as_path()));
+    let scratch = Scratch::make(&info.name)?;
+    let seed = scratch.seed();
+    if let Some(user_data) = &args.user_data {
+        fill_seed(&seed, &info, user_data, args.nat)?;
+    }
     eprintln!("unirdma: {} with {why}; vRNIC {}, {}. Ctrl-A X ends it.", qemu.version, info.name, info.mac);
+    let words = |info: &VrnicInfo| arguments(args, info, &qemu, accel, &seed);
     let terminal = Terminal::now();
-    let library = library()?;
+    let code = if args.unconfined {
+        run_unconfined(&args.qemu, &words(&info))
+    } else {
+        let inside = VrnicInfo { dir: vrnic_dir(0), ..info.clone() };
+        run_confined(dir, args, &info, &words(&inside), accel, &scratch)
+    };
+    terminal.restore();
+    code
+}
+
+fn run_unconfined(qemu: &Path, words: &[OsString]) -> io::Result<u8> {
     let child = match process::fork(UnshareFlags::empty())? {
         Some(child) => child,
-        None => execute(&args.qemu, &words, &library),
+        None => execute(qemu, words, None),
     };
     process::pass_signals_to(child, false);
-    let code = process::wait(child)?.code;
-    terminal.restore();
+    Ok(process::wait(child)?.code)
+}
+
+/// Runs QEMU in a container that has the vRNIC's directory and what the command line names.
+fn run_confined(
+    dir: &Path,
+    args: &RunArgs,
+    info: &VrnicInfo,
+    words: &[OsString],
+    accel: &str,
+    scratch: &Scratch,
+) -> io::Result<u8> {
+    const TEMPORARY: &str = "/run/unirdma-vmm";
+    home::forget_tokens();
+    let sandbox = Sandbox {
+        dir,
+        host: Host::System,
+        vrnics: &[Path::new(&info.dir)],
+        devices: &[],
+        libraries: None,
+        own_net: !args.nat && args.more.is_empty(),
+        homes: &home::all(Show::None)?,
+        working: None,
+        binds: &binds(dir, args, accel, scratch, Path::new(TEMPORARY)),
+        preload: false,
+        explain: false,
+        execute: &|_| execute(&args.qemu, words, Some(TEMPORARY)),
+    };
+    let (code, _network) = container::contain(&sandbox, &mut Vec::new())
+        .map_err(|e| io::Error::new(e.kind(), format!("{e}; --unconfined starts QEMU without a container")))?;
+    if code == 1 {
+        eprintln!(
+            "unirdma: QEMU has only the files that the options name; give it others by --bind PATH, or start it with --unconfined"
+        );
+    }
     Ok(code)
+}
+
+/// The files that QEMU gets. `temporary`: the place of the directory for its temporary files.
+fn binds(dir: &Path, args: &RunArgs, accel: &str, scratch: &Scratch, temporary: &Path) -> Vec<Bind> {
+    let given = vmm_files::given;
+    let mut all: Vec<Bind> = vmm_files::program(&args.qemu).into_iter().collect();
+    all.push(Bind { source: scratch.temporary(), target: temporary.into(), read_only: false });
+    all.extend(args.user_data.iter().map(|_| given(&scratch.seed(), true)));
+    all.extend(args.image.iter().map(|image| given(image, args.snapshot)));
+    all.extend([&args.kernel, &args.initrd].into_iter().flatten().map(|file| given(file, true)));
+    if accel == "kvm" {
+        all.push(given(Path::new(KVM), false));
+    }
+    // A mount on a file would keep QEMU from replacing it in a directory that it is given.
+    let is_given = |file: &Bind| args.bind.iter().any(|b| file.target.starts_with(&b.target));
+    all.extend(vmm_files::named(&args.more, dir).into_iter().filter(|file| !is_given(file)));
+    all.extend(args.bind.iter().cloned());
+    // A directory comes before the files in it.
+    all.sort_by_key(|b| b.target.as_os_str().len());
+    all
 }
 
 /// Properties of a QEMU program.
@@ -206,9 +293,10 @@ fn release(version: &str) -> u32 {
     version.split(' ').find_map(number).unwrap_or(0)
 }
 
+const KVM: &str = "/dev/kvm";
+
 /// QEMU's name of an accelerator, and a description for people.
 fn accelerator(wanted: Accel) -> io::Result<(&'static str, String)> {
-    const KVM: &str = "/dev/kvm";
     const TCG: &str = "tcg,thread=multi";
     let usable = || OpenOptions::new().read(true).write(true).open(KVM);
     match wanted {
@@ -224,8 +312,7 @@ fn accelerator(wanted: Accel) -> io::Result<(&'static str, String)> {
 /// A path as the value of an option of QEMU, with doubled commas. The path is absolute, so that QEMU takes no beginning
 /// of it for the name of a protocol.
 fn value(path: &Path) -> OsString {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
-    vmm_args::doubled(&path.to_string_lossy()).into()
+    vmm_args::doubled(&vmm_files::place(path).to_string_lossy()).into()
 }
 
 /// `key=value` after `begin`.
@@ -235,7 +322,7 @@ fn option(begin: &str, path: &Path) -> OsString {
     text
 }
 
-fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: Option<&Path>) -> Vec<OsString> {
+fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: &Path) -> Vec<OsString> {
     let mut words: Vec<OsString> = Vec::new();
     let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
     // `max` has all features of the processor with KVM, and all features that can be emulated with TCG.
@@ -259,12 +346,12 @@ fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: O
         // `if=virtio` after all others. A kernel that is started directly has index 0.
         words.extend(["-device".into(), "virtio-blk-pci,drive=image,bootindex=1".into()]);
     }
-    if let Some(seed) = seed {
+    if args.user_data.is_some() {
         words.extend(["-blockdev".into(), option("driver=vvfat,node-name=seed,read-only=on,label=CIDATA,dir=", seed)]);
         words.extend(["-device".into(), "virtio-blk-pci,drive=seed".into()]);
     }
     for (name, file) in [("-kernel", &args.kernel), ("-initrd", &args.initrd)] {
-        words.extend(file.iter().flat_map(|f| [OsString::from(name), f.as_os_str().into()]));
+        words.extend(file.iter().flat_map(|f| [OsString::from(name), vmm_files::place(f).into()]));
     }
     if args.kernel.is_some() {
         words.extend(["-append".into(), args.append.as_deref().unwrap_or(CONSOLE).into()]);
@@ -280,41 +367,27 @@ fn library() -> io::Result<File> {
     Ok(file)
 }
 
-/// Replaces this process by QEMU.
-fn execute(qemu: &Path, words: &[OsString], library: &File) -> ! {
-    if let Err(e) = end_with_parent() {
-        fail(&e);
-    }
+/// Replaces this process by QEMU. `temporary`: the directory for its temporary files, if it is not the usual one.
+fn execute(qemu: &Path, words: &[OsString], temporary: Option<&str>) -> ! {
+    let library = match end_with_parent().and_then(|()| library()) {
+        Ok(library) => library,
+        Err(e) => fail(&e),
+    };
     let mut preload = OsString::from(format!("/proc/self/fd/{}", library.as_raw_fd()));
     if let Some(other) = std::env::var_os("LD_PRELOAD").filter(|v| !v.is_empty()) {
         preload.push(OsStr::new(":"));
         preload.push(other);
     }
-    let e = Command::new(qemu).args(words).env("LD_PRELOAD", preload).exec();
+    let variables = temporary.map(|dir| ("TMPDIR", dir));
+    let e = Command::new(qemu).args(words).env("LD_PRELOAD", preload).envs(variables).exec();
     fail(&about(qemu)(e))
 }
 
-/// Data for cloud-init: a directory that QEMU shows as a disk (`NoCloud`). Removed on drop.
-struct Seed {
-    dir: PathBuf,
-}
-
-impl Seed {
-    fn make(info: &VrnicInfo, user_data: &Path, nat: bool) -> io::Result<Seed> {
-        let dir = std::env::temp_dir().join(format!("unirdma-seed-{}-{}", info.name, std::process::id()));
-        fs::DirBuilder::new().mode(0o700).create(&dir).map_err(about(&dir))?;
-        let seed = Seed { dir };
-        fs::copy(user_data, seed.dir.join("user-data")).map_err(about(user_data))?;
-        fs::write(seed.dir.join("meta-data"), format!("instance-id: unirdma-{}\n", info.name))?;
-        fs::write(seed.dir.join("network-config"), network(info, nat))?;
-        Ok(seed)
-    }
-}
-
-impl Drop for Seed {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.dir);
-    }
+/// Writes data for cloud-init into a directory that QEMU shows as a disk (`NoCloud`).
+fn fill_seed(seed: &Path, info: &VrnicInfo, user_data: &Path, nat: bool) -> io::Result<()> {
+    fs::copy(user_data, seed.join("user-data")).map_err(about(user_data))?;
+    fs::write(seed.join("meta-data"), format!("instance-id: unirdma-{}\n", info.name))?;
+    fs::write(seed.join("network-config"), network(info, nat))
 }
 
 /// The machine's interfaces, in the format of cloud-init and netplan.
@@ -361,7 +434,7 @@ mod tests {
         let info =
             VrnicInfo { dir: "/run/x".into(), mac: "02:00:0a:00:00:01".into(), mtu: 1500, ..VrnicInfo::default() };
         let qemu = Qemu { version: String::new(), reconnects: true };
-        let words = arguments(&line.args, &info, &qemu, "tcg", line.args.user_data.as_deref());
+        let words = arguments(&line.args, &info, &qemu, "tcg", Path::new("/seed"));
         words.iter().map(|w| w.to_string_lossy()).collect::<Vec<_>>().join(" ")
     }
 
@@ -385,8 +458,8 @@ mod tests {
         let [image, seed] = ["drive=image,bootindex=1", "drive=seed"].map(|part| text.find(part).unwrap());
         assert!(image < seed, "the image is the first disk: {text}");
         assert!(!text.contains("-kernel"));
-        let text = words("--vrnic a --kernel k --initrd i");
-        assert!(text.ends_with(&format!("-kernel k -initrd i -append {CONSOLE}")), "{text}");
+        let text = words("--vrnic a --kernel /k --initrd /i");
+        assert!(text.ends_with(&format!("-kernel /k -initrd /i -append {CONSOLE}")), "{text}");
         assert!(words("--vrnic a --image i --format raw").contains(",format=raw -device"));
     }
 

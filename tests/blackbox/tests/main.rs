@@ -41,6 +41,7 @@ mod support;
 mod sysfs;
 mod two_hosts;
 mod unnamed;
+mod vmm;
 mod watching;
 mod with;
 mod workers;
@@ -87,6 +88,7 @@ const BESIDE: &[(&str, Add)] = &[
     ("several", several::tests),
     ("wrong_input", wrong_input::tests),
     ("sandbox", sandbox::tests),
+    ("vmm", vmm::tests),
     ("sysfs", sysfs::tests),
     ("engines", engines::tests),
     ("podman", podman::tests),

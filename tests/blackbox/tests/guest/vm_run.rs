@@ -48,8 +48,8 @@ fn program(lab: &Lab, system: &System) -> Result<String> {
     Ok(file.display().to_string())
 }
 
-/// A guest starts, sees its disk and the files for cloud-init, its programs see the vRNIC, and it powers off. The
-/// disk's image stays unchanged.
+/// A guest starts with QEMU confined, sees its disk and the files for cloud-init, its programs see the vRNIC, and it
+/// powers off. The disk's image stays unchanged.
 pub(super) fn check(lab: &Lab, system: &System) -> Check {
     lab.vrnic(VRNIC, &["--ip", ADDRESS])?;
     let mac = lab.show(VRNIC)?["mac"].as_str().unwrap_or_default().to_string();
@@ -58,11 +58,14 @@ pub(super) fn check(lab: &Lab, system: &System) -> Check {
     let user_data = lab.dir.join("user-data.yaml");
     std::fs::write(&user_data, USER_DATA).map_err(|e| e.to_string())?;
     let qemu = program(lab, system)?;
+    // QEMU of another release, with its libraries, lies beside the kernel.
+    let parts = system.kernel.parent().ok_or("no directory of the kernel")?.display();
     let mut c = Command::new(lab.exe());
     c.arg("--dir").arg(lab.dir.join("run")).args(["vm", "run", "--vrnic", VRNIC, "--qemu", &qemu, "--accel", "tcg"]);
     c.arg("--image").arg(&image).args(["--format", "raw", "--snapshot"]).arg("--user-data").arg(&user_data);
     c.args(["--memory", "1G", "--cpus", "1"]).arg("--kernel").arg(&system.kernel).arg("--initrd").arg(&system.initrd);
-    c.args(["--append", "console=ttyS0 quiet panic=-1 mitigations=off rdinit=/bin/sh", "--", "-no-reboot"]);
+    c.args(["--append", "console=ttyS0 quiet panic=-1 mitigations=off rdinit=/bin/sh"]);
+    c.args(["--bind", &format!("{parts}:ro"), "--", "-no-reboot"]);
     c.stdin(Stdio::piped());
     let mut machine = Running::start(c, &lab.dir.join("vm-run.log"))?;
     let start = Instant::now();
