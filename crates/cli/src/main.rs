@@ -230,7 +230,7 @@ enum VrnicCommand {
     /// Show vRNICs, all if none is named: addresses, objects, counters; or the arguments to start a virtual machine
     /// with one
     #[command(
-        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vrnic show a b                         two of them; with --json a list\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see docs/user/virtual-machines.md.\nQEMU 11.1 and later have the device that this takes."
+        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vrnic show a b                         two of them; with --json a list\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n  unirdma vrnic show a --libvirt=domain --memory 4G >a.xml\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see docs/user/virtual-machines.md.\nQEMU 11.1 and later have the device that this takes."
     )]
     Show {
         /// Names of the vRNICs
@@ -665,7 +665,7 @@ fn show(dir: &std::path::Path, names: Vec<String>, vmm: &vmm_args::VmmArgs, memo
             return Err(io::Error::other("arguments of a virtual machine are those of one vRNIC: name it"));
         };
         let shown = vrnics::show(&mut client, name)?;
-        return print::line(&vmm.text(dir, &shown, memory).unwrap_or_default()).map(|()| 0);
+        return print::line(&vmm.text(dir, &shown, memory)?.unwrap_or_default()).map(|()| 0);
     }
     // JSON of one that was named is an object, else it is a list.
     let one = names.len() == 1;

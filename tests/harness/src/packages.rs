@@ -75,6 +75,9 @@ pub const GUESTS: Needed = &[
     ("/usr/bin/xz", "xz-utils"),
 ];
 
+/// Starts one virtual machine by libvirt, without its services.
+pub const LIBVIRT: Needed = &[("/usr/bin/virt-qemu-run", "libvirt-daemon-driver-qemu")];
+
 /// Programs that look at containers from inside and outside.
 pub const SANDBOX: Needed = &[("/usr/bin/gdb", "gdb"), ("/usr/bin/pgrep", "procps"), ("/usr/bin/script", "bsdutils")];
 
@@ -124,6 +127,7 @@ pub const ALL: &[Needed] = &[
     NETWORK,
     ETCD,
     GUESTS,
+    LIBVIRT,
     SANDBOX,
     PODMAN,
     LXC,

@@ -2,6 +2,7 @@
 
 mod changes;
 mod hosts;
+mod libvirt;
 mod loss;
 mod process;
 mod programs;
@@ -272,6 +273,7 @@ pub(crate) fn tests(t: &mut Tests) {
         packages::RELEASES,
         packages::NETWORK,
         packages::GUESTS,
+        packages::LIBVIRT,
     ]);
     t.need_root("the network of guests needs root");
     // Which kernel, and how often guests restart and reload their drivers in each test.
@@ -298,6 +300,10 @@ pub(crate) fn tests(t: &mut Tests) {
     let of_run = systems.clone();
     t.test("a guest that `unirdma vm run` starts", move || {
         with_system(&of_run, |system| vm_run::check(&Lab::start(None)?, system))
+    });
+    let of_libvirt = systems.clone();
+    t.test("a guest that libvirt starts", move || {
+        with_system(&of_libvirt, |system| libvirt::check(&Lab::start(None)?, system))
     });
     hosts::tests(t, systems);
     loss::tests(t, systems);
