@@ -135,7 +135,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
         if e.kind() == io::ErrorKind::PermissionDenied { io::Error::new(e.kind(), format!("{e}: {hint}")) } else { e }
     })?;
     let Namespaces { users, network } = ids.namespaces(proc.as_fd(), sandbox.own_net)?;
-    let net = network.map_or(Ok(Net::Host), |network| enter_network(&network))?;
+    let net = network.map_or(Ok(Net::Host), |network| enter_network(&network, sandbox.host))?;
     if !sandbox.devices.is_empty() {
         show_devices(sandbox.dir, sandbox.devices, net, &sock)?;
     }
@@ -199,11 +199,15 @@ fn show_devices(dir: &Path, devices: &[Device<'_>], net: Net, sock: &UnixStream)
 }
 
 /// Enters the container's network namespace for good, and mounts a /sys that shows it.
-fn enter_network(network: &OwnedFd) -> io::Result<Net> {
+fn enter_network(network: &OwnedFd, host: Host) -> io::Result<Net> {
     let kind = Some(rustix::thread::LinkNameSpaceType::Network);
     rustix::thread::move_into_link_name_space(network.as_fd(), kind)
         .map_err(context("cannot enter the container's network namespace"))?;
     let Err(e) = sysfs::mount_own() else { return Ok(Net::Own) };
+    if host == Host::System {
+        // Programs of the system alone do not look for interfaces there.
+        return Ok(Net::OwnUnseen);
+    }
     let hint = match e.kind() {
         io::ErrorKind::PermissionDenied => {
             ": parts of this machine's own /sys are hidden, as docker and `unirdma with` do"

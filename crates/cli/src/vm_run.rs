@@ -238,7 +238,7 @@ fn run_confined(
 /// The files that QEMU gets. `temporary`: the place of the directory for its temporary files.
 fn binds(dir: &Path, args: &RunArgs, accel: &str, scratch: &Scratch, temporary: &Path) -> Vec<Bind> {
     let given = vmm_files::given;
-    let mut all: Vec<Bind> = vmm_files::program(&args.qemu).into_iter().collect();
+    let mut all: Vec<Bind> = vmm_files::program(&args.qemu).into_iter().chain(vmm_files::preloaded()).collect();
     all.push(Bind { source: scratch.temporary(), target: temporary.into(), read_only: false });
     all.extend(args.user_data.iter().map(|_| given(&scratch.seed(), true)));
     all.extend(args.image.iter().map(|image| given(image, args.snapshot)));

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use crate::bind::Bind;
-use crate::mounts;
+use crate::{loader, mounts};
 
 /// Files that a container has of its own: files of the kernel, and names that mean another file in each process.
 const NOT_GIVEN: [&str; 8] =
@@ -42,6 +42,14 @@ pub(crate) fn program(name: &Path) -> Option<Bind> {
         _ => name.into(),
     };
     Some(given(&path, true)).filter(|b| !mounts::is_of_system(&b.target))
+}
+
+/// Libraries that every program of the host preloads, if a container would not show them. `unirdma with` has one.
+pub(crate) fn preloaded() -> Vec<Bind> {
+    let names = loader::read(Path::new("/etc").join(loader::NAME_FILE));
+    let names = String::from_utf8_lossy(&names);
+    let files = names.split([' ', '\t', '\n', ':']).map(Path::new).filter(|file| file.is_absolute() && file.is_file());
+    files.map(|file| given(file, true)).filter(|b| !mounts::is_of_system(&b.target)).collect()
 }
 
 /// Gives the files that arguments of QEMU name. A name is an argument itself, the value of `key=value`, or the text

@@ -168,6 +168,18 @@ fn without_namespaces(lab: &Lab) -> Check {
     require(o.ok() && o.text.contains("started\n"), o.text)
 }
 
+/// In `unirdma with`, whose programs preload a library that lies anywhere.
+fn in_with(lab: &Lab) -> Check {
+    let run =
+        format!("exec {} vm run --vrnic v1 --kernel {1}/vmm --qemu {1}/vmm", lab.exe().display(), lab.dir.display());
+    let machine = "export MACHINE='ls /run/unirdma; id -u'";
+    let o = lab.unirdma(&["with", "1", "-q", "--", "sh", "-c", &format!("{machine}; {run} 2>&1")]);
+    let lines: Vec<&str> = o.text.lines().filter(|l| !l.ends_with("Ctrl-A X ends it.")).collect();
+    let is_id = |id: &&str| id.parse::<u32>().is_ok();
+    let shows = lines.split_last().is_some_and(|(id, l)| l == ["net.sock", "rfc.sock", "vhost.sock"] && is_id(id));
+    require(o.ok() && shows, o.text)
+}
+
 pub(crate) fn tests(t: &mut Tests) {
     t.topic(&[packages::RUN, packages::LOADER]);
     for (who, user) in [("root", None), ("ordinary user", Some(own_user()))] {
@@ -184,6 +196,7 @@ pub(crate) fn tests(t: &mut Tests) {
             });
         }
         t.on(lab, format!("VMM of `vm run`, {who}: attacks from inside"), escape);
+        t.on(lab, format!("VMM of `vm run`, {who}: in `unirdma with`"), in_with);
         if user.is_some() {
             t.on(lab, format!("VMM of `vm run`, {who}: no namespaces"), without_namespaces);
         }
