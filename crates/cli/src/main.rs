@@ -221,7 +221,7 @@ enum VrnicCommand {
         after_help = "Examples:\n  unirdma vrnic ls\n  unirdma vrnic ls --group blue\n  unirdma vrnic rm $(unirdma vrnic ls --group blue -q)"
     )]
     Ls {
-        /// Only those of this group
+        /// Only the vRNICs of this group
         #[arg(long)]
         group: Option<String>,
         #[command(flatten)]

@@ -71,7 +71,7 @@ pub(crate) fn run(dir: &Path, args: TopArgs) -> io::Result<()> {
     watch(dir, args, first, &mut Terminal::open()?, &signals)
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(serde::Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub(crate) struct Rates {
