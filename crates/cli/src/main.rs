@@ -648,9 +648,11 @@ fn list(dir: &std::path::Path, group: Option<&str>, out: &Out) -> io::Result<u8>
     let mut listed = client.ask(&Request::VrnicList, None)?;
     if let (Some(group), Response::Vrnics(all)) = (group, &mut listed) {
         all.retain(|v| v.group == group);
-        let groups = if all.is_empty() { vrnics::all_names(&mut client)?.groups } else { Vec::new() };
-        if all.is_empty() && !groups.iter().any(|g| g == group) {
-            return Err(io::Error::other(format!("there is no group {group} (there are: {})", groups.join(", "))));
+        if all.is_empty() {
+            let groups = vrnics::all_names(&mut client)?.groups;
+            if !groups.iter().any(|g| g == group) {
+                return Err(io::Error::other(format!("there is no group {group} (there are: {})", groups.join(", "))));
+            }
         }
     }
     print::response(&listed, out)?;

@@ -7,7 +7,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use unirdma_ipc::vrnic::IpNet;
+use unirdma_ipc::vrnic::{self, IpNet};
 
 /// An interface to make.
 pub(crate) struct Interface<'a> {
@@ -337,7 +337,7 @@ pub(crate) fn addresses() -> io::Result<Vec<(String, IpAddr)>> {
 pub(crate) fn is_link_local(addr: IpAddr) -> bool {
     match addr {
         IpAddr::V4(v4) => v4.is_link_local(),
-        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+        IpAddr::V6(v6) => vrnic::is_link_local(v6),
     }
 }
 
